@@ -1,0 +1,64 @@
+# Each target does all its own set-up in .venv. Variables: PYTHON, TARGETS (GPU architectures to compile for).
+PYTHON  ?= python3
+TARGETS ?= sm90 sm100 sm120
+BIN     := .venv/bin
+ENGINE  := engines/flint-nano-sm120
+
+SOURCES := pyproject.toml CMakeLists.txt plugins
+# What of the library is compiled: the architectures, in a file that is as old as the library.
+COMPILED := build/.compiled
+empty :=
+space := $(empty) $(empty)
+
+.PHONY: help setup plugins demo test test-gpu lint format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
+
+.venv/.created:
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "ninja>=1.11" "numpy>=2.0"
+	@touch $@
+
+setup: plugins  ## Make .venv with everything in it and compile the plugin library
+
+plugins: .venv/.created  ## Compile the plugin library for TARGETS
+	@mkdir -p build; [ -e $(COMPILED) ] || touch -d @0 $(COMPILED)
+	@if [ -n "$$(find $(SOURCES) -type f -newer $(COMPILED) -not -name '*.py[co]' | head -1)" ] || \
+	    ! { $(foreach t,$(TARGETS),grep -qw $(t) $(COMPILED) &&) true; }; then \
+	  echo "Installing into .venv and compiling the plugin library for $(TARGETS)"; \
+	  $(BIN)/pip install --quiet --no-build-isolation --editable ".[reference,rtx,dev]" \
+	    --config-settings=cmake.define.FLINT_TARGETS="$(subst $(space),;,$(TARGETS))" && echo $(TARGETS) > $(COMPILED); \
+	fi
+
+demo: TARGETS := sm120
+demo: plugins  ## Build an engine from flint-nano and ask it something
+	@rm -rf $(ENGINE)
+	$(BIN)/build-engine tests/data/flint-nano --weights nvfp4 --target sm120 -o $(ENGINE)
+	$(BIN)/run-engine generate $(ENGINE) "What is 7 + 5?" --temperature 0
+
+test: plugins  ## CPU tests
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu: plugins  ## Tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+lint: plugins  ## ruff, mypy, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find plugins \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.c' \) -print0 \
+	  | xargs -0 $(BIN)/clang-format --dry-run -Werror
+
+format: plugins  ## Rewrite the sources in the project's style
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+	find plugins \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.c' \) -print0 \
+	  | xargs -0 $(BIN)/clang-format -i
+
+bench: plugins  ## Repacking speed and memory
+	$(BIN)/python -m tests.bench.bench_repack
+
+clean:  ## Remove what the targets made, but not .venv
+	rm -rf build $(ENGINE)

@@ -1,0 +1,1 @@
+"""OFFLINE: checkpoint readers, repacking, graph export, plan build, and the command `build-engine`."""

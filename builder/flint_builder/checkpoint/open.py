@@ -1,0 +1,125 @@
+"""Finding a checkpoint's files and opening it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from flint_builder.checkpoint.base import Checkpoint
+from flint_builder.checkpoint.gguf_checkpoint import GgufCheckpoint
+from flint_builder.checkpoint.hub import fetch_repository
+from flint_builder.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flint_runtime.config import ModelConfig
+from flint_runtime.errors import CheckpointError, UsageError
+from flint_runtime.manifest import WeightFormat
+
+WeightsChoice = Literal["auto", "nvfp4", "bf16"]
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_OPTIONAL_TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja")
+
+
+def open_checkpoint(
+    spec: str,
+    *,
+    weights: WeightsChoice = "auto",
+    hf_config: Path | None = None,
+    tokenizer: Path | None = None,
+    lenient_scales: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint; reads headers only.
+
+    Args:
+        spec: a .gguf or .safetensors file, a directory, or a Hugging Face repo id (fetched if no such path exists).
+        weights: the format wanted; "auto" prefers NVFP4 where a directory holds both.
+        hf_config: directory with config.json; by default the directory of the weights.
+        tokenizer: directory with the tokenizer's files; by default that of config.json.
+        lenient_scales: decode irregular NVFP4 block scales as ggml does instead of refusing them.
+    Raises:
+        UsageError: the arguments leave open, or contradict, what to read.
+        CheckpointError: the checkpoint is incomplete, damaged, contradictory or of an unsupported kind.
+    """
+    path, found = _find_weights(_local_path(spec, weights), weights)
+    directory = _directory(hf_config, "--hf-config") or path.parent
+    config_path = directory / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json, which {path} needs. Pass the directory of the BF16 checkpoint that has "
+            "it with --hf-config."
+        )
+    config = ModelConfig.from_file(config_path)
+    assets = _assets(directory, _directory(tokenizer, "--tokenizer") or directory)
+    if found == "nvfp4":
+        return GgufCheckpoint(path, config_path, config, assets, lenient_scales)
+    return SafetensorsCheckpoint(path, config, assets)
+
+
+def _local_path(spec: str, weights: WeightsChoice) -> Path:
+    path = Path(spec)
+    if path.exists():
+        return path
+    if _REPOSITORY.fullmatch(spec) and not spec.endswith((".gguf", ".safetensors")):
+        return fetch_repository(spec, weights)
+    raise UsageError(f"{spec} does not exist; pass a .gguf or .safetensors file, a directory, or a repo id org/name.")
+
+
+def _find_weights(path: Path, weights: WeightsChoice) -> tuple[Path, WeightFormat]:
+    """The GGUF or safetensors file, or the index of several, and its format."""
+    if path.is_dir():
+        choices: dict[WeightFormat, Path | None] = {"nvfp4": None, "bf16": None}
+        if weights != "bf16":
+            choices["nvfp4"] = _only(sorted(path.glob("*.gguf")), path)
+        if weights != "nvfp4" and choices["nvfp4"] is None:
+            choices["bf16"] = _find_safetensors(path)
+    else:
+        choices = {
+            "nvfp4": path if path.suffix == ".gguf" else None,
+            "bf16": path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None,
+        }
+        if not any(choices.values()):
+            raise UsageError(f"{path} is neither a .gguf nor a .safetensors file; pass one of these, or a directory.")
+    for kind, file in choices.items():
+        if file is not None and weights in ("auto", kind):
+            return file, kind
+    if weights == "nvfp4" and (path.is_file() or any(path.glob("*.safetensors"))):
+        raise UsageError(
+            f"{path} holds BF16 weights only, and --weights nvfp4 was asked for. Flint does not convert BF16 to NVFP4; "
+            "pass the released NVFP4 GGUF file, or --weights bf16."
+        )
+    if weights == "bf16" and (path.is_file() or any(path.glob("*.gguf"))):
+        raise UsageError(
+            f"{path} holds NVFP4 weights only (GGUF), and --weights bf16 was asked for. Pass the directory of the BF16 "
+            "checkpoint, or --weights nvfp4."
+        )
+    raise CheckpointError(f"{path} holds no weights: expected one .gguf file or model*.safetensors.")
+
+
+def _find_safetensors(directory: Path) -> Path | None:
+    index = _only(sorted(directory.glob("*.safetensors.index.json")), directory)
+    return index or _only(sorted(directory.glob("*.safetensors")), directory)
+
+
+def _only(files: list[Path], directory: Path) -> Path | None:
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:10]) + (", …" if len(files) > 10 else "")
+        raise UsageError(f"{directory} holds {len(files)} candidates: {names}. Pass the path of the one to build from.")
+    return files[0] if files else None
+
+
+def _directory(path: Path | None, option: str) -> Path | None:
+    if path is not None and not path.is_dir():
+        raise UsageError(f"{option} {path} is not a directory.")
+    return path
+
+
+def _assets(config: Path, tokenizer: Path) -> dict[str, Path]:
+    """The small files that the engine carries, by name."""
+    required = tokenizer / "tokenizer.json"
+    if not required.is_file():
+        raise CheckpointError(
+            f"{tokenizer} has no tokenizer.json, which the engine needs. Pass the directory that has it with "
+            "--tokenizer."
+        )
+    candidates = [tokenizer / name for name in _OPTIONAL_TOKENIZER_FILES] + [config / "generation_config.json"]
+    return {path.name: path for path in [required, *candidates] if path.is_file()}

@@ -1,0 +1,176 @@
+// Decode: merging partial results, first those of a block's groups of warps, then those of a sequence's splits.
+#pragma once
+
+#include "kernels/attention_items.cuh"
+
+namespace flint::attention {
+
+constexpr int kMAX_SPLITS = 128; // Counts must fit kCOUNT_BITS.
+constexpr int kMERGE_BATCH = 17; // Splits whose loads are under way together: two batches for the H200's 33.
+
+constexpr int kCOUNT_BITS = 8;
+constexpr unsigned long long kCOUNTER_TAG = 0xFFC5A3E19D5B71ull; // Its high word is a NaN that no result here has.
+
+/// Row stride of partial results in shared memory: lanes of a fragment then hit 32 different banks.
+constexpr int kMERGE_STRIDE = kHEAD_DIM + 4;
+
+/// What a warp knows of `Tokens` tokens: the lane's heads 2t, 2t + 1 (t = lane % 4), and of each 16 dimensions d the
+/// rows d + g, d + g + 8 (g = lane / 4).
+template <int Tokens>
+struct WarpState {
+    uint32_t q[Tokens][kHEAD_DIM / 16][2];
+    float out[Tokens][kHEAD_DIM / 16][4];
+    float top[Tokens][2];
+    float sum[Tokens][2]; // Over this lane's keys only.
+    int position[Tokens];
+};
+
+/// Make a counter valid. Whatever word lies there is replaced unless it has the tag, and only counters have it: they
+/// are back at zero when a kernel ends. Each block does this before it arrives, so none can undo an arrival.
+__device__ __forceinline__ void openCounter(unsigned long long* counter, unsigned long long found) {
+    if (found >> kCOUNT_BITS != kCOUNTER_TAG) {
+        atomicCAS(counter, found, kCOUNTER_TAG << kCOUNT_BITS);
+    }
+}
+
+/// Count this block's arrival; true in the last of `splits` blocks, which then sees the others' partial results.
+__device__ __forceinline__ bool arriveLast(unsigned long long* counter, int splits) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned long long const before = countArrival(counter);
+        last = static_cast<int>(before & ((1u << kCOUNT_BITS) - 1)) == splits - 1;
+        if (last) {
+            *counter = kCOUNTER_TAG << kCOUNT_BITS;
+        }
+    }
+    __syncthreads();
+    return last;
+}
+
+__device__ __forceinline__ void accumulate(float4& sum, float weight, float4 value) {
+    sum.x += weight * value.x;
+    sum.y += weight * value.y;
+    sum.z += weight * value.z;
+    sum.w += weight * value.w;
+}
+
+/// Normalise with the sink and store a lane's 4 dimensions of a row. top, sum: over all keys.
+__device__ __forceinline__ void storeRow(DecodeArguments const& a, int64_t row, int head, float top, float sum,
+                                         float4 value, int lane) {
+    float const sink = a.sinks[head] * kLOG2E;
+    float const all = fmaxf(top, sink);
+    float const part = rescale(top, all);
+    float const factor = __fdividef(part, sum * part + exp2Fast(sink - all)); // Within 2 units in the last place.
+    uint2* const target = reinterpret_cast<uint2*>(a.out + (row * a.kv_heads * kGROUP + head) * kHEAD_DIM) + lane;
+    *target = make_uint2(packBf16(value.x * factor, value.y * factor), packBf16(value.z * factor, value.w * factor));
+}
+
+/// Merge the splits' partial results of one KV head in order of split; a warp takes a row, a lane 4 dimensions.
+template <int Warps>
+__device__ __noinline__ void mergeSplits(DecodeArguments const& a, int firstRow, int tokens, int kvHead, int splits) {
+    int const lane = threadIdx.x % kWARP;
+    for (int r = threadIdx.x / kWARP; r < tokens * kGROUP; r += Warps) {
+        int64_t const row = firstRow + r / kGROUP;
+        int const head = kvHead * kGROUP + r % kGROUP;
+        int64_t const first = (row * a.kv_heads * kGROUP + head) * a.max_splits;
+        float top = kMINUS_INFINITY, sum = 0.0f;
+        float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int base = 0; base < splits; base += kMERGE_BATCH) {
+            float2 stats[kMERGE_BATCH];
+            float4 parts[kMERGE_BATCH];
+#pragma unroll
+            for (int i = 0; i < kMERGE_BATCH; ++i) {
+                bool const present = base + i < splits;
+                stats[i] = make_float2(kMINUS_INFINITY, 0.0f);
+                parts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (present) {
+                    stats[i] = __ldcg(a.stats + first + base + i);
+                    parts[i] = __ldcg(a.partials + (first + base + i) * kWARP + lane);
+                }
+            }
+            float now = top;
+#pragma unroll
+            for (int i = 0; i < kMERGE_BATCH; ++i) {
+                now = fmaxf(now, stats[i].x);
+            }
+            float const factor = rescale(top, now);
+            top = now;
+            sum *= factor;
+            value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
+#pragma unroll
+            for (int i = 0; i < kMERGE_BATCH; ++i) {
+                float const weight = rescale(stats[i].x, top);
+                sum += stats[i].y * weight;
+                accumulate(value, weight, parts[i]);
+            }
+        }
+        storeRow(a, row, head, top, sum, value, lane);
+    }
+}
+
+/// Merge the groups' results of an item through shared memory, and store them or leave them as a partial result.
+template <int Warps, int Tokens, int Share>
+__device__ __forceinline__ void finishItem(DecodeArguments const& a, Item const& item, WarpState<Tokens>& state,
+                                           uint8_t* shared) {
+    constexpr int GROUPS = Warps / Share;
+    constexpr int ROWS = Share * Tokens * kGROUP;
+    int const warp = threadIdx.x / kWARP, lane = threadIdx.x % kWARP;
+    float* const outs = reinterpret_cast<float*>(shared); // [GROUPS, ROWS, kMERGE_STRIDE]
+    float2* const stats = reinterpret_cast<float2*>(outs + GROUPS * ROWS * kMERGE_STRIDE); // [GROUPS, ROWS]
+    __syncthreads(); // The chunks in this memory have been used.
+    int const first = (warp / Share) * ROWS + (warp % Share) * Tokens * kGROUP;
+#pragma unroll
+    for (int n = 0; n < Tokens; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int mask = 4; mask < kWARP; mask *= 2) {
+                state.sum[n][j] += __shfl_xor_sync(0xFFFFFFFFu, state.sum[n][j], mask);
+            }
+            int const row = first + n * kGROUP + lane % 4 * 2 + j;
+            if (lane < 4) {
+                stats[row] = make_float2(state.top[n][j], state.sum[n][j]);
+            }
+#pragma unroll
+            for (int tile = 0; tile < kHEAD_DIM / 16; ++tile) {
+                outs[row * kMERGE_STRIDE + tile * 16 + lane / 4] = state.out[n][tile][j];
+                outs[row * kMERGE_STRIDE + tile * 16 + lane / 4 + 8] = state.out[n][tile][j + 2];
+            }
+        }
+    }
+    __syncthreads();
+    for (int r = warp; r < item.tokens * kGROUP; r += Warps) {
+        float top = kMINUS_INFINITY, sum = 0.0f;
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            top = fmaxf(top, stats[group * ROWS + r].x);
+        }
+        float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            float2 const part = stats[group * ROWS + r];
+            float const weight = rescale(part.x, top);
+            sum += part.y * weight;
+            accumulate(value, weight, reinterpret_cast<float4 const*>(outs + (group * ROWS + r) * kMERGE_STRIDE)[lane]);
+        }
+        int64_t const row = item.row + r / kGROUP;
+        int const head = item.head * kGROUP + r % kGROUP;
+        if (item.splits == 1) {
+            storeRow(a, row, head, top, sum, value, lane);
+            continue;
+        }
+        int64_t const partial = (row * a.kv_heads * kGROUP + head) * a.max_splits + item.split;
+        __stcg(a.partials + partial * kWARP + lane, value);
+        if (lane == 0) {
+            __stcg(a.stats + partial, make_float2(top, sum));
+        }
+    }
+    if (item.splits == 1) {
+        __syncthreads(); // Before the next item's chunks overwrite the results.
+    } else if (arriveLast(a.counters + item.sequence * a.kv_heads + item.head, item.splits)) {
+        mergeSplits<Warps>(a, item.row, item.tokens, item.head, item.splits);
+    }
+}
+
+} // namespace flint::attention

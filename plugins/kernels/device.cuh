@@ -1,0 +1,117 @@
+// Device primitives that several kernels share: dependent launch, matrix instructions, asynchronous copies, rounding.
+#pragma once
+
+#include "kernels/types.h"
+
+namespace flint {
+
+using bf16x2 = __nv_bfloat162;
+
+constexpr int kWARP = 32;
+
+/// Wait until the kernels before this one in the stream have ended and their writes are visible. A no-op in a kernel
+/// launched without launchOverlapped.
+__device__ __forceinline__ void waitForPredecessor() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+/// Allow the next kernel of the stream to start its prefetches. It still waits for this kernel's end.
+__device__ __forceinline__ void allowSuccessor() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+/// r(x) of the numerics rules, as a float.
+__device__ __forceinline__ float roundBf16(float x) {
+    return __bfloat162float(__float2bfloat16_rn(x));
+}
+
+__device__ __forceinline__ uint32_t packBf16(float low, float high) {
+    bf16x2 const pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(pair);
+}
+
+/// The two values of a packed pair as floats; exact.
+__device__ __forceinline__ float2 unpackBf16(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+}
+
+/// d += a b: a is 16x16 (rows g, g + 8 of lane / 4), b 16x8 (column lane / 4), both BF16; d 16x8 in FP32.
+__device__ __forceinline__ void mma16816(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t sharedAddress(void const* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// Four 8x8 BF16 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix4(uint32_t (&d)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix4Transposed(uint32_t (&d)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+/// 16 bytes from global to shared memory, asynchronously and past L1; zeros where !valid (nothing is read then).
+__device__ __forceinline__ void copyAsync16(uint32_t shared, void const* global, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void commitCopies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Wait until at most `Pending` of this thread's latest groups are still under way.
+template <int Pending>
+__device__ __forceinline__ void waitCopies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+/// 16 bytes that are read once: not kept in L1. Not a load through the read-only path (ld.global.nc): the assembler
+/// moves those across barriers and griddepcontrol.wait, down to their uses, and the prefetch is lost.
+__device__ __forceinline__ uint4 loadStreaming(void const* pointer) {
+    uint4 value;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void loadStreaming8(void const* pointer, uint32_t& low, uint32_t& high) {
+    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(low), "=r"(high) : "l"(pointer) : "memory");
+}
+
+__device__ __forceinline__ uint32_t loadStreaming4(void const* pointer) {
+    uint32_t value;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t loadStreaming2(void const* pointer) {
+    uint16_t value;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+template <int Width = kWARP>
+__device__ __forceinline__ float warpSum(float x) {
+#pragma unroll
+    for (int mask = Width / 2; mask > 0; mask /= 2) {
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, mask);
+    }
+    return x;
+}
+
+} // namespace flint

@@ -1,0 +1,59 @@
+// Matrix products of prefill: many tokens times a packed weight, y[t, n] = r(sum_k x[t, k] w[n, k] * tensor_scale).
+//
+// Activations that a product reads are "ordered": [rows, K] row-major with every 64 columns permuted by gemmOrder
+// (gemm_order.cuh). Bits: every tile shape sums K in the same order, so with mma.sync a row's result does not depend on
+// T or on the shape; on compute capability 9.0 kLarge uses wgmma, so bits may change where it starts to be chosen.
+#pragma once
+
+#include "kernels/types.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flint {
+
+enum class GemmEpilogue {
+    kStore, ///< y plain
+    kSwiGlu ///< gate/up panels in, act = r(g / (1 + exp(-g)) * u) out, ordered
+};
+
+/// Which tensor-core path to take; the tests and benchmarks compare them.
+enum class GemmCore {
+    kAuto, ///< wgmma where the GPU and the tile allow it
+    kMma   ///< mma.sync only
+};
+
+/// Tokens x rows of a block, from 128 x 256 down to 16 x 64.
+enum class GemmShape { kLarge, kMedium, kSmall, kTiny, kAuto };
+
+struct GemmParams {
+    WeightFormat format;
+    GemmEpilogue epilogue;
+    void const* x;                   ///< [T, K] bf16, ordered, aligned to 16 bytes
+    void const* weight;              ///< [N / 16, panel] packed, aligned to 16 bytes
+    float const* scale;              ///< f32 [segments of rows], or [2] gate, up with kSwiGlu; nullptr for BF16
+    int64_t segment_row[2] = {0, 0}; ///< kStore: first rows of scale segments 1 and 2, multiples of 16; 0: none
+    void* y;                         ///< kStore: [T, N] bf16 plain; kSwiGlu: [T, N / 2] bf16 ordered; 16-byte aligned
+    int64_t tokens;                  ///< T
+    int64_t rows;                    ///< N, a multiple of 16; of 128 with kSwiGlu
+    int64_t columns;                 ///< K, a multiple of 64
+    bool round_gate_up = true;       ///< kSwiGlu: round gate and up to BF16 first (dense and shared MLP)
+    GemmCore core = GemmCore::kAuto;
+    GemmShape shape = GemmShape::kAuto;
+};
+
+/// Returns cudaErrorInvalidValue for shapes outside the limits above, or where T * K reaches 2^31.
+cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream);
+
+struct GemmOrderParams {
+    void const* x;   ///< [T, K] bf16 plain, aligned to 16 bytes
+    void* ordered;   ///< [T, K] bf16 ordered, aligned to 16 bytes, not x itself
+    int64_t tokens;  ///< T
+    int64_t columns; ///< K, a multiple of 64
+};
+
+/// Order an activation whose producer writes it plain.
+cudaError_t launchGemmOrder(GemmOrderParams const& params, cudaStream_t stream);
+
+} // namespace flint

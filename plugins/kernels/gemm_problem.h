@@ -1,0 +1,60 @@
+// What a matrix-product kernel gets, dense or grouped by expert, and the launch that both share. Internal to gemm*.cu
+// and moe_prefill*.cu.
+#pragma once
+
+#include "kernels/gemm.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flint {
+
+/// Consecutive positions of one expert's token list that a block handles together.
+struct GemmGroup {
+    int32_t expert;
+    int32_t first; ///< position
+    int32_t count; ///< 1 .. tokens of the tile shape
+    int32_t unused;
+};
+
+/// A position is a row of the product: a token, or a (token, slot) pair in expert order.
+struct GemmProblem {
+    uint8_t const* x;           ///< [*, K] bf16 ordered
+    uint8_t const* weight;      ///< [E or 1, N / 16, panel]
+    float const* scale;         ///< [E or 1, scale_stride]; nullptr for BF16
+    uint8_t* y;                 ///< [*, N] or [*, N / 2] bf16
+    int32_t const* x_rows;      ///< [positions]: row of x; nullptr: the position itself
+    int32_t const* y_rows;      ///< kStore: [positions]: row of y; nullptr: the position itself
+    GemmGroup const* groups;    ///< [group_count]; nullptr: dense, positions 0 .. positions - 1 in order
+    int32_t const* group_count; ///< [1]
+    int32_t positions;
+    int32_t columns;           ///< K
+    int32_t panels;            ///< N / 16
+    int32_t scale_stride;      ///< scales per expert
+    int32_t segment_panels[2]; ///< first panels of scale segments 1 and 2
+    bool round_gate_up;
+};
+
+/// Positions of a tile; its rows are in gemm_config.cuh.
+constexpr int gemmShapeTokens(GemmShape shape) {
+    return shape == GemmShape::kLarge ? 128 : shape == GemmShape::kMedium ? 64 : shape == GemmShape::kSmall ? 32 : 16;
+}
+
+struct GemmDevice {
+    int processors;
+    GemmShape largest; ///< that fits the GPU's shared memory
+};
+
+cudaError_t gemmDevice(WeightFormat format, GemmDevice& info);
+
+/// `max_groups` bounds the groups of a grouped problem, or counts the token tiles of a dense one.
+cudaError_t launchGemmNvfp4(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, GemmCore core,
+                            int64_t max_groups, cudaStream_t stream);
+cudaError_t launchGemmBf16(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, GemmCore core,
+                           int64_t max_groups, cudaStream_t stream);
+cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape,
+                              GemmCore core, int64_t max_groups, cudaStream_t stream);
+
+} // namespace flint

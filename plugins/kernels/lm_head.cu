@@ -1,0 +1,128 @@
+// The LM head reads 173 MB (NVFP4) for each group of rows, so it is a stream: blocks stay, each walks over its share of
+// the panels, and a warp loads its share of the next panel before it multiplies the present one.
+#include "kernels/lm_head.h"
+
+#include "kernels/launch.h"
+#include "kernels/norm.cuh"
+
+#include <algorithm>
+
+namespace flint {
+
+namespace {
+
+template <WeightFormat F, int H, int ROWS>
+struct HeadShared {
+    alignas(16) uint32_t x[SharedX<ROWS>::bytes(H) / 4];
+    float partial[2][(ROWS + 7) / 8][PartialSums::floats(Split<F, H>::kSPLIT)];
+    float sums[Split<F, H>::kSPLIT];
+};
+
+/// Persistent grid; kSPLIT warps a block. Rows `first` .. `first` + ROWS - 1 of logits_rows.
+template <WeightFormat F, int H, int ROWS>
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) lmHeadKernel(LmHeadParams const params, int first) {
+    constexpr int PARTS = Split<F, H>::kSPLIT, THREADS = PARTS * kWARP, GROUPS = (ROWS + 7) / 8;
+    extern __shared__ __align__(16) uint8_t raw[];
+    auto& shared = *reinterpret_cast<HeadShared<F, H, ROWS>*>(raw);
+    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
+    int const panels = params.vocabulary / kPANEL_ROWS;
+    int const live = min(ROWS, params.rows - first);
+
+    SliceOf<F, H> slice;
+    int panel = blockIdx.x;
+    if (panel < panels) {
+        slice.template load<H>(params.weight + panel * panelBytes(F, H), part, lane);
+    }
+    float const scale = kRESTORE<F> * (params.scale == nullptr ? 1.0f : *params.scale);
+    waitForPredecessor();
+    allowSuccessor();
+
+    NormParams const norm{params.delta, params.residual, params.norm, nullptr, params.eps, live};
+    normalizeRows<H, ROWS, THREADS>(
+        norm, false, shared.x, shared.sums, [&](int row) { return params.logits_rows[first + row]; },
+        [](int, int, uint4) {});
+
+    SharedX<ROWS> const x{reinterpret_cast<uint4 const*>(shared.x), lane};
+    for (int parity = 0; panel < panels; parity ^= 1) {
+        float acc[GROUPS][4] = {};
+        slice.multiply(acc, part, x);
+        int const next = panel + gridDim.x;
+        if (next < panels) {
+            slice.template load<H>(params.weight + next * panelBytes(F, H), part, lane);
+        }
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            PartialSums{shared.partial[parity][group]}.store(acc[group], part, lane);
+        }
+        __syncthreads(); // one barrier a panel: the two parities alternate
+        for (int i = threadIdx.x; i < kPANEL_ROWS * live; i += THREADS) {
+            int const row = i / kPANEL_ROWS, unit = i % kPANEL_ROWS;
+            float const sum = PartialSums{shared.partial[parity][row / 8]}.sum(PARTS, unit, row % 8);
+            params.logits[int64_t{first + row} * params.vocabulary + panel * kPANEL_ROWS + unit] = sum * scale;
+        }
+        panel = next;
+    }
+}
+
+template <WeightFormat F, int H, int ROWS>
+cudaError_t launchRows(LmHeadParams const& params, int first, cudaStream_t stream) {
+    auto const kernel = lmHeadKernel<F, H, ROWS>;
+    constexpr size_t BYTES = sizeof(HeadShared<F, H, ROWS>);
+    constexpr int THREADS = Split<F, H>::kSPLIT * kWARP;
+    if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
+        return error;
+    }
+    int device = 0, processors = 0, resident = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (error == cudaSuccess) {
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, THREADS, BYTES);
+    }
+    if (error != cudaSuccess) {
+        return error;
+    }
+    int const blocks = std::min(params.vocabulary / kPANEL_ROWS, processors * std::max(resident, 1));
+    return launchOverlapped(kernel, dim3(blocks), dim3(THREADS), BYTES, stream, params, first);
+}
+
+template <WeightFormat F, int H>
+cudaError_t launchFormat(LmHeadParams const& params, cudaStream_t stream) {
+    for (int first = 0; first < params.rows;) {
+        int const left = params.rows - first;
+        cudaError_t error;
+        if (left == 1) {
+            error = launchRows<F, H, 1>(params, first, stream);
+            first += 1;
+        } else if (left <= 8) {
+            error = launchRows<F, H, 8>(params, first, stream);
+            first += 8;
+        } else {
+            error = launchRows<F, H, 32>(params, first, stream);
+            first += 32;
+        }
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    return cudaSuccess;
+}
+
+} // namespace
+
+cudaError_t launchLmHead(LmHeadParams const& params, cudaStream_t stream) {
+    bool const packed = params.format == WeightFormat::kNVFP4;
+    switch (params.hidden) {
+    case 2048:
+        return packed ? launchFormat<WeightFormat::kNVFP4, 2048>(params, stream)
+                      : launchFormat<WeightFormat::kBF16, 2048>(params, stream);
+    case 128:
+        return packed ? launchFormat<WeightFormat::kNVFP4, 128>(params, stream)
+                      : launchFormat<WeightFormat::kBF16, 128>(params, stream);
+    default:
+        return cudaErrorInvalidValue;
+    }
+}
+
+} // namespace flint

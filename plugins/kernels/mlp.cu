@@ -1,0 +1,55 @@
+#include "kernels/mlp.h"
+
+#include "kernels/gemm.h"
+#include "kernels/linear.h"
+#include "kernels/mlp_internal.h"
+#include "kernels/norm_rows.h"
+
+namespace flint {
+
+size_t mlpWorkspaceBytes(int64_t tokens, int64_t hidden, int64_t intermediate) {
+    return tokens * (hidden + intermediate) * sizeof(bf16);
+}
+
+cudaError_t launchMlp(MlpParams const& params, cudaStream_t stream) {
+    auto* const act = static_cast<bf16*>(params.workspace);
+    if (params.tokens <= kDECODE_TOKENS) {
+        if (cudaError_t const error = launchMlpUpDecode(params, act, stream); error != cudaSuccess) {
+            return error;
+        }
+        LinearParams const down{act,           params.down, params.down_scale, params.out,          nullptr,
+                                params.format, true,        params.tokens,     params.intermediate, params.hidden};
+        return launchLinearDecode(down, stream);
+    }
+    bf16* const x = act + int64_t{params.tokens} * params.intermediate;
+    NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
+    if (cudaError_t const error = launchNormRows(norm, params.hidden, x, stream); error != cudaSuccess) {
+        return error;
+    }
+    GemmParams up{};
+    up.format = params.format;
+    up.epilogue = GemmEpilogue::kSwiGlu;
+    up.x = x;
+    up.weight = params.gate_up;
+    up.scale = params.gate_up_scale;
+    up.y = act;
+    up.tokens = params.tokens;
+    up.rows = 2 * int64_t{params.intermediate};
+    up.columns = params.hidden;
+    if (cudaError_t const error = launchGemm(up, stream); error != cudaSuccess) {
+        return error;
+    }
+    GemmParams down{};
+    down.format = params.format;
+    down.epilogue = GemmEpilogue::kStore;
+    down.x = act;
+    down.weight = params.down;
+    down.scale = params.down_scale;
+    down.y = params.out;
+    down.tokens = params.tokens;
+    down.rows = params.hidden;
+    down.columns = params.intermediate;
+    return launchGemm(down, stream);
+}
+
+} // namespace flint

@@ -1,0 +1,11 @@
+// The low-latency half of NormMlp.
+#pragma once
+
+#include "kernels/mlp.h"
+
+namespace flint {
+
+/// Up to kDECODE_TOKENS tokens: norm, gate, up, SwiGLU into act [T, I], ordered; writes residual_out.
+cudaError_t launchMlpUpDecode(MlpParams const& params, bf16* act, cudaStream_t stream);
+
+} // namespace flint

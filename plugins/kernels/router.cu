@@ -1,0 +1,155 @@
+#include "kernels/router.h"
+
+#include "kernels/gemm_order.cuh"
+#include "kernels/launch.h"
+#include "kernels/routing.cuh"
+
+namespace flint {
+
+namespace {
+
+constexpr int kROUTER_WARPS = 4;
+constexpr int kROUTER_GROUPS = 4; ///< of 8 tokens, a warp's share
+
+/// An FP32 weight is the exact sum of three BF16 numbers (8 + 8 + 8 bits of significand), so three matrix instructions
+/// multiply it without narrowing; a BF16 weight is its own first part.
+template <typename R>
+constexpr int kPARTS = sizeof(R) == 4 ? 3 : 1;
+
+/// Parts of the values of columns c and c + 2, packed.
+__device__ __forceinline__ void splitPair(float low, float high, uint32_t (&parts)[3]) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        parts[i] = packBf16(low, high);
+        float2 const taken = unpackBf16(parts[i]);
+        low -= taken.x;
+        high -= taken.y;
+    }
+}
+
+/// A operands of a tile of 16 router rows: [part][instruction][register].
+template <typename R>
+__device__ __forceinline__ void routerOperands(R const* row, R const* rowBelow, uint32_t (&a)[kPARTS<R>][4][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        R const* const source = half == 0 ? row : rowBelow;
+#pragma unroll
+        for (int group = 0; group < 2; ++group) { // columns 0 - 7, 8 - 15: pair 0, pair 1
+            float w[8];
+            if constexpr (sizeof(R) == 4) {
+                float4 const x = __ldg(reinterpret_cast<float4 const*>(source + 8 * group));
+                float4 const y = __ldg(reinterpret_cast<float4 const*>(source + 8 * group) + 1);
+                w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
+            } else {
+                uint4 const x = __ldg(reinterpret_cast<uint4 const*>(source + 8 * group));
+                uint32_t const words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float2 const pair = unpackBf16(words[i]);
+                    w[2 * i] = pair.x;
+                    w[2 * i + 1] = pair.y;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                constexpr int STARTS[4] = {0, 1, 4, 5};
+                uint32_t parts[3];
+                splitPair(w[STARTS[i]], w[STARTS[i] + 2], parts);
+#pragma unroll
+                for (int part = 0; part < kPARTS<R>; ++part) {
+                    a[part][i][group * 2 + half] = parts[part];
+                }
+            }
+        }
+    }
+}
+
+/// Grid (ceil(T / 32), ceil(E / 64)): a warp computes 16 experts for 32 tokens.
+template <typename R>
+__global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(RouterParams const params) {
+    waitForPredecessor();
+    allowSuccessor();
+    int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, g = lane / 4, t = lane % 4;
+    int const expert = (blockIdx.y * kROUTER_WARPS + warp) * 16;
+    int const first = blockIdx.x * (8 * kROUTER_GROUPS);
+    if (expert >= params.experts_count) {
+        return;
+    }
+    R const* const row = static_cast<R const*>(params.weight) + int64_t{expert + g} * params.hidden + 16 * t;
+    R const* const rowBelow = row + int64_t{8} * params.hidden;
+    bf16 const* x[kROUTER_GROUPS];
+#pragma unroll
+    for (int group = 0; group < kROUTER_GROUPS; ++group) {
+        int const token = first + group * 8 + g;
+        x[group] = params.x + int64_t{min(token, params.tokens - 1)} * params.hidden + 2 * t;
+    }
+    float acc[kROUTER_GROUPS][4] = {};
+    for (int column = 0; column < params.hidden; column += kTILE_COLUMNS) {
+        uint32_t a[kPARTS<R>][4][4];
+        routerOperands(row + column, rowBelow + column, a);
+#pragma unroll
+        for (int group = 0; group < kROUTER_GROUPS; ++group) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                auto const* const words = reinterpret_cast<uint32_t const*>(x[group] + column + 16 * i);
+                uint32_t const b0 = words[0], b1 = words[4];
+#pragma unroll
+                for (int part = kPARTS<R> - 1; part >= 0; --part) { // small parts first
+                    mma16816(acc[group], a[part][i], b0, b1);
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int group = 0; group < kROUTER_GROUPS; ++group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int const token = first + group * 8 + 2 * t + i % 2;
+            if (token < params.tokens) {
+                params.logits[int64_t{token} * params.experts_count + expert + g + i / 2 * 8] = acc[group][i];
+            }
+        }
+    }
+}
+
+/// Grid (ceil(T / warps)): a warp routes a token.
+template <int E>
+__global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerChoiceKernel(RouterParams const params) {
+    waitForPredecessor();
+    allowSuccessor();
+    int const lane = threadIdx.x % kWARP, token = blockIdx.x * kROUTER_WARPS + threadIdx.x / kWARP;
+    if (token >= params.tokens) {
+        return;
+    }
+    Routes const routes = routeToken<E>(params.logits + int64_t{token} * E, lane);
+#pragma unroll
+    for (int slot = 0; slot < kTOP_K; ++slot) {
+        if (lane == slot) {
+            params.experts[int64_t{token} * kTOP_K + slot] = routes.expert[slot];
+            params.weights[int64_t{token} * kTOP_K + slot] = routes.weight[slot];
+        }
+    }
+}
+
+} // namespace
+
+cudaError_t launchRouter(RouterParams const& params, cudaStream_t stream) {
+    dim3 const block(kROUTER_WARPS * kWARP);
+    dim3 const grid((params.tokens + 8 * kROUTER_GROUPS - 1) / (8 * kROUTER_GROUPS),
+                    (params.experts_count + 16 * kROUTER_WARPS - 1) / (16 * kROUTER_WARPS));
+    auto const logits = params.f32 ? routerLogitsKernel<float> : routerLogitsKernel<bf16>;
+    if (cudaError_t const error = launchOverlapped(logits, grid, block, 0, stream, params); error != cudaSuccess) {
+        return error;
+    }
+    dim3 const choiceGrid((params.tokens + kROUTER_WARPS - 1) / kROUTER_WARPS);
+    switch (params.experts_count) {
+    case 256:
+        return launchOverlapped(routerChoiceKernel<256>, choiceGrid, block, 0, stream, params);
+    case 16:
+        return launchOverlapped(routerChoiceKernel<16>, choiceGrid, block, 0, stream, params);
+    default:
+        return cudaErrorInvalidValue;
+    }
+}
+
+} // namespace flint

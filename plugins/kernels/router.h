@@ -1,0 +1,27 @@
+// The router for many tokens: FP32 logits, then each token's choice.
+#pragma once
+
+#include "kernels/types.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace flint {
+
+struct RouterParams {
+    bf16 const* x;      ///< [T, H] bf16, each 64 columns in gemmOrder
+    void const* weight; ///< [E, H] bf16 or f32
+    float* logits;      ///< [T, E] f32
+    int32_t* experts;   ///< [T, 6] i32, by descending logit
+    float* weights;     ///< [T, 6] f32, summing to 1
+    bool f32;           ///< type of `weight`
+    int tokens;         ///< T
+    int hidden;         ///< H, a multiple of 64
+    int experts_count;  ///< E: 256 or 16
+};
+
+/// Returns cudaErrorInvalidValue for a number of experts that has no instance.
+cudaError_t launchRouter(RouterParams const& params, cudaStream_t stream);
+
+} // namespace flint

@@ -1,0 +1,180 @@
+// The decode kernels' inner product: a warp's share of one weight panel, times up to eight tokens.
+//
+// A block gives each panel kSPLIT warps, which divide its K; a warp loads its whole share into registers before it
+// needs the activations, so that the loads of all warps are under way together and, with programmatic dependent launch,
+// while the previous kernel still runs.
+#pragma once
+
+#include "kernels/panel.cuh"
+
+namespace flint {
+
+constexpr int kDECODE_TOKENS = 8; ///< Columns of the matrix instruction: the most tokens of the low-latency path.
+
+/// How the K of a weight is divided: kSPLIT warps with kTILES tiles each.
+template <WeightFormat F, int K>
+struct Split {
+    static constexpr int kALL_TILES = K / kTILE_COLUMNS;
+    static constexpr int kMOST = F == WeightFormat::kNVFP4 ? 8 : 4; ///< tiles that registers hold with ease
+    static constexpr int kSPLIT = kALL_TILES > kMOST ? kALL_TILES / kMOST : 1;
+    static constexpr int kTILES = kALL_TILES / kSPLIT;
+    static_assert(K % kTILE_COLUMNS == 0 && kALL_TILES % kSPLIT == 0);
+};
+
+/// One warp's share of a panel, TILES consecutive tiles, in registers.
+template <WeightFormat F, int TILES>
+struct Slice {
+    static constexpr bool kPACKED = F == WeightFormat::kNVFP4;
+    uint4 data[TILES][kPACKED ? 1 : 4];             ///< NVFP4: codes; BF16: the operands of four instructions
+    uint32_t scales[kPACKED ? (TILES + 1) / 2 : 1]; ///< NVFP4: two bytes a tile, rows g and g + 8
+
+    /// Load share `part` of the panel of a weight with K columns.
+    template <int K>
+    __device__ __forceinline__ void load(uint8_t const* panel, int part, int lane) {
+        static_assert(TILES == Split<F, K>::kTILES);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            int const tile = part * TILES + i;
+            if constexpr (kPACKED) {
+                data[i][0] = loadStreaming(panel + tile * 512 + lane * 16);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    data[i][j] = loadStreaming(panel + tile * 2048 + j * 512 + lane * 16);
+                }
+            }
+        }
+        if constexpr (kPACKED) {
+            constexpr int GROUP = scaleGroup(K / kTILE_COLUMNS);
+            static_assert(TILES % GROUP == 0);
+#pragma unroll
+            for (int i = 0; i < TILES; i += GROUP) {
+                // A group holds, per lane, two bytes for each of its tiles.
+                uint8_t const* const source = panel + 8 * K + (part * TILES + i) * 64 + lane * (2 * GROUP);
+                if constexpr (GROUP == 4) {
+                    loadStreaming8(source, scales[i / 2], scales[i / 2 + 1]);
+                } else if constexpr (GROUP == 2) {
+                    scales[i / 2] = loadStreaming4(source);
+                } else {
+                    scales[i / 2] = loadStreaming2(source);
+                }
+            }
+        }
+    }
+
+    /// acc[group] += share * x for GROUPS groups of eight tokens. `x(tile, half, group)` gives a lane its 8 values of a
+    /// tile's half (0, 1) for the group's token lane / 4, in activationOrder: instructions 2 half and 2 half + 1.
+    template <int GROUPS, typename X>
+    __device__ __forceinline__ void multiply(float (&acc)[GROUPS][4], int part, X const& x) const {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            uint32_t a[4][4];
+            if constexpr (kPACKED) {
+                dequantize(data[i][0], i % 2 == 0 ? scales[i / 2] : scales[i / 2] >> 16, a);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    a[j][0] = data[i][j].x;
+                    a[j][1] = data[i][j].y;
+                    a[j][2] = data[i][j].z;
+                    a[j][3] = data[i][j].w;
+                }
+            }
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                uint4 const low = x(part * TILES + i, 0, group);
+                uint4 const high = x(part * TILES + i, 1, group);
+                mma16816(acc[group], a[0], low.x, low.y);
+                mma16816(acc[group], a[1], low.z, low.w);
+                mma16816(acc[group], a[2], high.x, high.y);
+                mma16816(acc[group], a[3], high.z, high.w);
+            }
+        }
+    }
+};
+
+/// The slice of a warp for a weight with K columns.
+template <WeightFormat F, int K>
+using SliceOf = Slice<F, Split<F, K>::kTILES>;
+
+/// Activations in shared memory, ordered: [K / 64 tiles][2 halves][TOKENS][4 lanes t][8 values]. 16-byte reads of a
+/// warp are contiguous.
+template <int TOKENS>
+struct SharedX {
+    uint4 const* base;
+    int lane;
+
+    __device__ __forceinline__ uint4 operator()(int tile, int half, int group) const {
+        int const token = group * kDECODE_TOKENS + lane / 4;
+        if (TOKENS == 1 && token != 0) {
+            return make_uint4(0, 0, 0, 0);
+        }
+        return base[((tile * 2 + half) * TOKENS + token) * 4 + lane % 4];
+    }
+
+    /// Index, in 32-bit words, of the pair that holds columns (c, c + 2) of token `token`; c % 4 < 2.
+    static __device__ __forceinline__ int word(int token, int column) {
+        int const place = activationOrder(column % 16);
+        return (((column / 64 * 2 + place / 8) * TOKENS + token) * 4 + column % 64 / 16) * 4 + place % 8 / 2;
+    }
+
+    static constexpr int bytes(int columns) { return columns * TOKENS * 2; }
+};
+
+/// Activations in global memory, [tokens, K] with each 16 columns in activationOrder ("ordered"). Rows from `tokens` on
+/// read as zeros.
+struct OrderedX {
+    bf16 const* row; ///< of token lane / 4; nullptr for none
+    int lane;
+
+    __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
+        if (row == nullptr) {
+            return make_uint4(0, 0, 0, 0);
+        }
+        return *reinterpret_cast<uint4 const*>(row + tile * kTILE_COLUMNS + lane % 4 * 16 + half * 8);
+    }
+};
+
+/// Activations in global memory in plain order.
+struct PlainX {
+    bf16 const* row; ///< of token lane / 4; nullptr for none
+    int lane;
+
+    __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
+        if (row == nullptr) {
+            return make_uint4(0, 0, 0, 0);
+        }
+        // Half h needs columns 4h .. 4h + 3 and 8 + 4h .. 8 + 4h + 3, as pairs (c, c + 2), (c + 8, c + 10), (c + 1,
+        // ...).
+        bf16 const* const source = row + tile * kTILE_COLUMNS + lane % 4 * 16 + half * 4;
+        uint2 const near = *reinterpret_cast<uint2 const*>(source);
+        uint2 const far = *reinterpret_cast<uint2 const*>(source + 8);
+        return make_uint4(__byte_perm(near.x, near.y, 0x5410), __byte_perm(far.x, far.y, 0x5410),
+                          __byte_perm(near.x, near.y, 0x7632), __byte_perm(far.x, far.y, 0x7632));
+    }
+};
+
+/// Partial sums of a panel's warps in shared memory: [kSPLIT][16 rows][8 tokens].
+struct PartialSums {
+    float* base;
+
+    __device__ __forceinline__ void store(float const (&acc)[4], int part, int lane) const {
+        float* const mine = base + part * (kPANEL_ROWS * kDECODE_TOKENS);
+        int const row = lane / 4, token = lane % 4 * 2;
+        *reinterpret_cast<float2*>(mine + row * kDECODE_TOKENS + token) = make_float2(acc[0], acc[1]);
+        *reinterpret_cast<float2*>(mine + (row + 8) * kDECODE_TOKENS + token) = make_float2(acc[2], acc[3]);
+    }
+
+    /// Sum over the parts, in order.
+    __device__ __forceinline__ float sum(int parts, int row, int token) const {
+        float total = 0;
+        for (int part = 0; part < parts; ++part) {
+            total += base[(part * kPANEL_ROWS + row) * kDECODE_TOKENS + token];
+        }
+        return total;
+    }
+
+    static constexpr int floats(int parts) { return parts * kPANEL_ROWS * kDECODE_TOKENS; }
+};
+
+} // namespace flint

@@ -1,0 +1,19 @@
+// SwiGLU's two roundings, by the numerics rules.
+#pragma once
+
+#include "kernels/device.cuh"
+
+namespace flint {
+
+/// Dense and shared: gate and up rounded to BF16, act = r(g / (1 + exp(-g)) * u).
+__device__ __forceinline__ bf16 swigluRounded(float gate, float up) {
+    float const g = roundBf16(gate), u = roundBf16(up);
+    return __float2bfloat16_rn(g / (1.0f + __expf(-g)) * u);
+}
+
+/// Routed: gate and up stay FP32.
+__device__ __forceinline__ bf16 swigluRouted(float gate, float up) {
+    return __float2bfloat16_rn(gate / (1.0f + __expf(-gate)) * up);
+}
+
+} // namespace flint

@@ -1,0 +1,1 @@
+/* The stub libraries in CMakeLists.txt consist of their dynamic section only. */

@@ -1,0 +1,161 @@
+"""The command `run-engine`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from flint_runtime.console import byte_progress, err, fail, format_bytes, out
+from flint_runtime.engine import Engine, damaged_files, read_manifest
+from flint_runtime.errors import EngineError, FlintError, UsageError
+from flint_runtime.executors import ExecutorChoice
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Run a Flint engine that build-engine made.",
+    epilog="Exit codes: 0 done, 2 usage, 3 the checkpoint is wrong, 4 engine, target or backend unsupported here, "
+    "5 not enough disk, host or GPU memory, 1 a bug of ours.",
+)
+
+EngineArgument = Annotated[Path, typer.Argument(help="Engine directory.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one machine-readable report on stdout.")]
+
+
+@app.command()
+def inspect(engine: EngineArgument, as_json: JsonOption = False) -> None:
+    """Print what an engine was built from and for, its files, and the GPU memory it takes."""
+    from flint_runtime.inspection import describe
+
+    report = describe(Engine.open(engine))
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    model, limits, memory = report["model"], report["limits"], report["gpu_memory"]
+    built_by = f"{report['backend']} {report['backend_version']}".strip()
+    kinds = [kind.removesuffix("_attention") for kind in model["layer_types"]]
+    rows = {
+        "engine": report["engine"],
+        "written by": f"{report['generator']}, plugins {report['plugins_version']}",
+        "source": report["notes"].get("source", ""),
+        "backend": f"{built_by}, for {', '.join(report['targets'])}",
+        "model": f"{model['num_hidden_layers']} layers ({kinds.count('full')} full, {kinds.count('sliding')} sliding "
+        f"with window {model['sliding_window']}), hidden size {model['hidden_size']}, {model['num_experts']} experts, "
+        f"top {model['num_experts_per_tok']}, vocabulary {model['vocab_size']:,}",
+        "weights": f"{report['weights']}, layout {report['layout_version']}",
+        "limits": f"{limits['max_batch']} sequences, {limits['max_context']:,} tokens of context, prefill in steps of "
+        f"{limits['prefill_chunk']:,}",
+        "size": f"{format_bytes(report['bytes'])} in {len(report['files'])} files",
+        "GPU memory": f"{format_bytes(memory['total'])} for one sequence of {memory['context']:,} tokens; each further "
+        f"1,024 tokens {format_bytes(memory['per_1024_tokens'])}, each sequence {format_bytes(memory['per_sequence'])}",
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    out.print(table)
+
+
+@app.command()
+def verify(engine: EngineArgument, as_json: JsonOption = False) -> None:
+    """Hash every file of an engine and load its plugin library; name what is damaged."""
+    from flint_runtime.inspection import library_problem
+
+    manifest = read_manifest(engine)
+    total = sum(entry.size for entry in manifest.files)
+    with byte_progress("verify", total) as progress:
+        problems = list(damaged_files(engine, manifest, progress.advance))
+    if not problems and (problem := library_problem(Engine.open(engine))):
+        problems.append(problem)
+    if as_json:
+        print(json.dumps({"engine": str(engine), "ok": not problems, "problems": problems}, indent=1))
+    if problems:
+        raise EngineError(
+            f"Engine {engine} is damaged: {'; '.join(problems)}. Copy it again, or rebuild it with build-engine."
+        )
+    if not as_json:
+        out.print(f"{engine}: {len(manifest.files)} files, {format_bytes(total)}, all as built.", markup=False)
+
+
+@app.command()
+def generate(
+    engine: EngineArgument,
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.", show_default=False)],
+    executor: Annotated[
+        ExecutorChoice,
+        typer.Option(help="What runs the graph. reference: torch on the CPU, exact and slow. auto: the best one here."),
+    ] = "auto",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    thinking: Annotated[bool, typer.Option(help="Let the model think before it answers.")] = True,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate; default: what the context leaves.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; default: the checkpoint's.", show_default=False)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's.", show_default=False)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Default: the checkpoint's.", show_default=False)] = None,
+    min_p: Annotated[float | None, typer.Option(help="Default: off.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the draw reproducible.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate text, streamed to standard output as it comes.
+
+    Example: run-engine generate engines/flint-nano-sm120 "What is 12 + 7?" --temperature 0
+    """
+    from flint_runtime.executors import open_executor
+    from flint_runtime.generate import Generator
+    from flint_runtime.sampling_params import SamplingParams
+    from flint_runtime.tokenizer import Tokenizer
+
+    opened = Engine.open(engine)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise UsageError("The prompt is empty; pass some text.")
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+    )
+    tokenizer = Tokenizer(opened.directory)
+    if not raw:
+        text = tokenizer.render_chat([{"role": "user", "content": text}], enable_thinking=thinking)
+    generator = Generator(open_executor(opened, executor), tokenizer)
+    tokens = generator.generate(text, params)
+    # The template may have opened the thinking part; show it whole.
+    opening = "<think>" if not raw and text.rstrip().endswith("<think>") else ""
+    generated = []
+    if not as_json:
+        print(opening, end="", flush=True)
+    for token in tokens:
+        generated.append(token)
+        if not as_json:
+            print(token.text, end="", flush=True)
+    answer = opening + "".join(token.text for token in generated)
+    reason = generated[-1].finish_reason
+    if as_json:
+        report = {
+            "prompt": text,
+            "text": answer,
+            "token_ids": [token.token_id for token in generated],
+            "finish_reason": reason,
+        }
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+    else:
+        print()
+        if reason == "length":
+            err.print("(stopped at the token limit)")
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        app(standalone_mode=True)
+    except FlintError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,48 @@
+"""What `run-engine inspect` and `verify` find out about an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flint_plugins.library import LibraryError, check_library
+from flint_runtime.engine import Engine
+from flint_runtime.memory import MemoryPlan
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Bytes of the engine's weight files."""
+    return sum(entry.size for entry in engine.manifest.files if entry.path.startswith("weights/"))
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """An engine's facts as plain data: sizes in bytes, lengths in tokens."""
+    manifest = engine.manifest
+    memory = MemoryPlan(manifest.model, weight_bytes(engine), manifest.limits)
+    context = manifest.limits.max_context
+    return {
+        "engine": str(engine.directory),
+        **manifest.model_dump(exclude={"files", "model"}),
+        "model": manifest.model.model_dump(),
+        "bytes": sum(entry.size for entry in manifest.files),
+        "files": {entry.path: entry.size for entry in manifest.files},
+        "gpu_memory": {
+            "context": context,
+            **memory.components(context),
+            "total": memory.total_bytes(context),
+            "per_1024_tokens": memory.page_bytes * 16,
+            "per_sequence": memory.slot_bytes,
+        },
+    }
+
+
+def library_problem(engine: Engine) -> str | None:
+    """What is wrong with the engine's plugin library, or None: it must load and be the version the engine wants."""
+    manifest = engine.manifest
+    try:
+        info = check_library(
+            engine.library_path, version=manifest.plugins_version, layout_version=manifest.layout_version
+        )
+    except LibraryError as error:
+        return str(error)
+    missing = [target for target in manifest.targets if target not in info.architectures]
+    return f"{engine.library_path} holds no GPU code for {', '.join(missing)}" if missing else None

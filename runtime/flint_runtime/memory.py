@@ -1,0 +1,106 @@
+"""How much GPU memory an engine takes, and the longest context that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flint_plugins.ops import PAGE_TOKENS
+from flint_runtime.config import ModelConfig
+from flint_runtime.manifest import Limits, ring_tokens
+
+_BF16_BYTES = 2
+_RESERVED_BYTES = 600 << 20
+"""CUDA context, modules and allocator slack."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card that people run Flint on."""
+
+    name: str
+    architecture: str
+    memory_bytes: int
+
+
+def _gib(count: int) -> int:
+    return count << 30
+
+
+# Total memory as the driver reports it, rounded down to GiB.
+KNOWN_GPUS = (
+    Gpu("H100 80GB", "sm90", _gib(79)),
+    Gpu("H200", "sm90", _gib(139)),
+    Gpu("B200", "sm100", _gib(178)),
+    Gpu("GB200", "sm100", _gib(184)),
+    Gpu("RTX 5080", "sm120", _gib(15)),
+    Gpu("RTX 5090", "sm120", _gib(31)),
+    Gpu("RTX PRO 6000", "sm120", _gib(95)),
+    Gpu("GB10", "sm121", _gib(119)),
+)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """GPU memory of an engine, by component, in bytes."""
+
+    config: ModelConfig
+    weight_bytes: int
+    limits: Limits
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of the global pool over all full layers."""
+        c = self.config
+        return len(c.full_layers) * c.num_key_value_heads * 2 * PAGE_TOKENS * c.head_dim * _BF16_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """One sequence's sliding state over all sliding layers."""
+        c = self.config
+        ring = ring_tokens(c.sliding_window)
+        return len(c.sliding_layers) * c.num_key_value_heads * 2 * ring * c.head_dim * _BF16_BYTES
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of the largest step, logits and sampling state: an estimate from the graph's tensors.
+
+        Live at once per token: delta and residual in and out, q, k, v and the attention output, and per chosen expert
+        its input, activation and FP32 partial result.
+        """
+        c, limits = self.config, self.limits
+        heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+        experts = c.num_experts_per_tok * (c.moe_intermediate_size * _BF16_BYTES + c.hidden_size * 4)
+        token = (4 * c.hidden_size + heads + c.intermediate_size) * _BF16_BYTES + experts
+        tokens = max(limits.prefill_chunk, limits.decode_tokens)
+        logits = limits.logits_rows * c.vocab_size * 4
+        counts = limits.max_batch * c.vocab_size * 4
+        return tokens * token + logits + counts
+
+    def kv_bytes(self, context: int, sequences: int = 1) -> int:
+        """KV memory of `sequences` sequences of `context` tokens each."""
+        pages = -(-context // PAGE_TOKENS)
+        return sequences * (pages * self.page_bytes + self.slot_bytes)
+
+    def total_bytes(self, context: int, sequences: int = 1) -> int:
+        """Everything, for `sequences` sequences of `context` tokens each."""
+        return self.weight_bytes + self.workspace_bytes + self.kv_bytes(context, sequences) + _RESERVED_BYTES
+
+    def largest_context(self, memory_bytes: int, sequences: int = 1) -> int:
+        """Longest context in tokens, at most the engine's, that fits `memory_bytes`; 0 where not even one page does."""
+        free = memory_bytes - self.total_bytes(0, sequences)
+        if free < 0:
+            return 0
+        if not self.page_bytes:
+            return self.limits.max_context
+        return min(self.limits.max_context, free // (sequences * self.page_bytes) * PAGE_TOKENS)
+
+    def components(self, context: int, sequences: int = 1) -> dict[str, int]:
+        """The table behind `total_bytes`: component -> bytes."""
+        pages = -(-context // PAGE_TOKENS)
+        return {
+            "weights": self.weight_bytes,
+            "KV cache, full layers": sequences * pages * self.page_bytes,
+            "KV cache, sliding layers": sequences * self.slot_bytes,
+            "workspace (estimate)": self.workspace_bytes,
+            "CUDA context (estimate)": _RESERVED_BYTES,
+        }

@@ -1,0 +1,200 @@
+"""The checkpoint's tokenizer and chat template, and detokenisation of a stream."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RustTokenizer
+
+from flint_runtime.errors import EngineError, UsageError
+from flint_runtime.sampling_params import generation_defaults
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+
+
+class Tokenizer:
+    """Text to token ids and back. Thread-safe.
+
+    Attributes:
+        eos_token_ids: tokens that end a generation, from generation_config.json.
+        defaults: the checkpoint's sampling defaults, from the same file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Load tokenizer.json and, where present, tokenizer_config.json, chat_template.jinja, generation_config.json.
+
+        Raises:
+            EngineError: a file is missing, damaged, or of a kind that cannot be streamed.
+        """
+        path = directory / "tokenizer.json"
+        try:
+            self._tokenizer = RustTokenizer.from_file(str(path))
+            decoder = json.loads(path.read_text("utf-8")).get("decoder") or {}
+            settings_path = directory / "tokenizer_config.json"
+            settings = json.loads(settings_path.read_text("utf-8")) if settings_path.exists() else {}
+            template_path = directory / "chat_template.jinja"
+            template = template_path.read_text("utf-8") if template_path.exists() else settings.get("chat_template")
+        except Exception as error:  # tokenizers raises plain Exception
+            raise EngineError(f"The tokenizer in {directory} cannot be read: {error}") from None
+        if decoder.get("type") != "ByteLevel":
+            raise EngineError(f"{path}: decoder {decoder.get('type')!r} is not supported, only 'ByteLevel'.")
+        self.defaults, self.eos_token_ids = generation_defaults(directory / "generation_config.json")
+        self._template = _compile(template, directory) if isinstance(template, str) else None
+        # What templates may print, as in transformers: every *_token of the config.
+        self._special_tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in settings.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; special tokens written in it are recognised, none are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that a token stands for; empty for an id outside the vocabulary."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        # The ByteLevel decoder takes a token with any other character (an added one with a space, say) as it is.
+        try:
+            return bytes(_BYTE_OF_CHARACTER[c] for c in token)
+        except KeyError:
+            return bytes(token, "utf-8")
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves the token out by default."""
+        return token_id in self._special_ids
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """Start detokenising a stream."""
+        return TextStream(self, skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """Render a conversation with the checkpoint's chat template, as transformers' apply_chat_template does.
+
+        Raises:
+            UsageError: there is no template, or it rejects the conversation.
+        """
+        if self._template is None:
+            raise UsageError("This checkpoint has no chat template; send a plain prompt instead.")
+        values = {**self._special_tokens, **template_kwargs}
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **values,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise UsageError(f"The chat template rejects this conversation: {error}") from None
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        """Token ids of a rendered conversation that ends with the generation prompt; see `render_chat`."""
+        return self.encode(self.render_chat(messages, tools, **template_kwargs))
+
+
+class TextStream:
+    """Turns a stream of token ids into text; a character's bytes are held until it is complete.
+
+    The pieces, `finish` included, concatenate to what `Tokenizer.decode` gives for all the ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        # Python replaces what is no UTF-8 as the tokenizers library does: maximal invalid prefixes, one U+FFFD each.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete, possibly empty."""
+        skip = self._tokenizer.is_special if self._skip else lambda token_id: False
+        data = b"".join(self._tokenizer.token_bytes(t) for t in token_ids if not skip(t))
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is left of an incomplete character: U+FFFD, or nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's byte alphabet: printable Latin-1 bytes stand for themselves, the others for U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, with which transformers marks the assistant's tokens for training: only a scope here."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own name and type)
+
+    def parse(self, parser: Parser) -> Node:
+        """Replace the tag by its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body, lineno=line)
+
+
+def _compile(template: str, directory: Path) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise EngineError(f"The chat template in {directory} is not valid: {error}") from None
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja's HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

@@ -1,0 +1,203 @@
+"""Prefill's matrix products on the GPU (Linear, NormMlp, NormMoe with many tokens) against the reference ops.
+
+Every T here is beyond the low-latency path. The sizes of T fall on both sides of what the tile shapes hold (16, 32, 64
+and 128 tokens) and, on a GPU with 100 to 200 multiprocessors, choose each of them at least once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flint_plugins import layout
+from flint_plugins.ops import FieldValue
+from flint_runtime.executors.reference_ops import REFERENCE_OPS, rms_norm
+from flint_runtime.executors.reference_weights import WeightCache
+from tests.gpu.ops import run_op
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("nvfp4", "bf16")
+EPS = 1e-6
+TOP_K = 6
+
+# Kernel and reference round the same FP32 value up to the order of its sum (K terms: a relative error of the row's
+# magnitude near sqrt(K) 2^-24), so an output is the same or, next to a rounding border, the neighbouring BF16 number:
+# 2^-7 of it at most. Near zero, where terms cancel, the sum's error counts: 2^-14 of the output's root mean square is
+# about ten times it at K = 6144. Where a value before the last product is rounded (the norm, the activation), one of
+# its few flips (2^-8 of one term) moves every output of its token: 2^-7 of the root mean square for NormMlp.
+# NormQkvRope rounds a head's values twice more, and RoPE adds two of them: 2^-6. NormMoe rounds the routed sum, which may flip, too, before it adds the shared expert's; where the two cancel, a flip of 2^-7 of a sum of
+# up to four times the root mean square remains: 2^-5. (With FP32 sums in another order on the CPU: a third of that.)
+RELATIVE = 2**-7
+OF_RMS = {"Linear": 2**-14, "NormMlp": 2**-7, "NormQkvRope": 2**-6, "NormMoe": 2**-5}
+# Flips are rare, so in all the outputs agree far better than to one rounding (2^-9): wrong factors or orders do not.
+ALL = 2**-10
+
+
+def weight(fmt: str, lead: tuple[int, ...], rows: int, columns: int, generator: np.random.Generator) -> Tensor:
+    """Random packed weight; products with x of unit variance, times `scales`, have about unit variance."""
+    if fmt == "nvfp4":
+        shape = (*lead, rows, columns // 64, 36)
+        blocks = generator.integers(0, 256, shape, dtype=np.uint8)
+        blocks[..., :4] = generator.integers(0x30, 0x41, (*shape[:-1], 4))  # E4M3 0.5 .. 2
+        packed = layout.pack_nvfp4(blocks.reshape(*lead, rows, -1))
+        return torch.from_numpy(packed.view(np.int8))
+    values = generator.standard_normal((*lead, rows, columns), dtype=np.float32) / math.sqrt(columns)
+    bits = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return torch.from_numpy(layout.pack_bf16(bits).view(np.int16)).view(torch.bfloat16)
+
+
+def scales(shape: tuple[int, ...], columns: int, generator: np.random.Generator) -> Tensor:
+    """Tensor scales, all different."""
+    low = 1 / (4 * math.sqrt(columns))
+    return torch.from_numpy(generator.uniform(low, 2 * low, shape).astype(np.float32))
+
+
+def normal(shape: tuple[int, ...], generator: np.random.Generator) -> Tensor:
+    return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32)).bfloat16()
+
+
+def stream(tokens: int, hidden: int, generator: np.random.Generator) -> dict[str, Tensor]:
+    return {
+        "delta": normal((tokens, hidden), generator),
+        "residual": normal((tokens, hidden), generator),
+        "norm": torch.from_numpy(generator.uniform(0.5, 1.5, hidden).astype(np.float32)),
+    }
+
+
+def packed(
+    name: str, fmt: str, size: tuple[int, int], scale: tuple[int, ...], generator: np.random.Generator,
+    lead: tuple[int, ...] = (),
+) -> dict[str, Tensor]:  # fmt: skip
+    """The bindings of one packed weight."""
+    tensors = {name: weight(fmt, lead, *size, generator)}
+    if fmt == "nvfp4":
+        tensors[f"{name}_scale"] = scales((*lead, *scale), size[1], generator)
+    return tensors
+
+
+def run(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The op's outputs on the CPU; it must give the same bits twice, launched and from a CUDA graph."""
+    device = {name: tensor.cuda() for name, tensor in inputs.items()}
+    first, second = (
+        {name: tensor.cpu().clone() for name, tensor in run_op(op, fields, device, use_graph=graph).items()}
+        for graph in (False, True)
+    )
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.int16), second[name].view(torch.int16)), f"{name}: not deterministic"
+    return first
+
+
+def check(op: str, found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    found, expected = found.double(), expected.double()
+    assert torch.isfinite(found).all(), f"{(~torch.isfinite(found)).sum()} outputs are not finite"
+    rms = expected.square().mean().sqrt()
+    error = (found - expected).abs()
+    limit = RELATIVE * expected.abs() + OF_RMS[op] * rms
+    worst = int((error - limit).argmax())
+    token, column = divmod(worst, expected.shape[1])
+    assert (error <= limit).all(), (
+        f"{(error > limit).sum()} of {error.numel()} outputs differ, worst at [{token}, {column}]: "
+        f"{found[token, column]} for {expected[token, column]}"
+    )
+    assert error.square().mean().sqrt() <= ALL * rms
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("tokens", "columns", "rows"),
+    [
+        (65, 2048, 2048),
+        (129, 4096, 2048),
+        (300, 64, 16),  # one K-tile, one panel
+        (300, 5 * 64, 5 * 16),  # scales one by one; rows that fill no tile
+        (1000, 6 * 64, 2048 + 48),  # scales in pairs
+        (777, 2048, 5120),
+        (2500, 1024, 2048 + 16),  # many tiles of the largest shape, the last ones partly filled both ways
+    ],
+)
+def test_linear(fmt: str, tokens: int, columns: int, rows: int) -> None:
+    generator = np.random.default_rng([tokens, columns, rows])
+    inputs = {"x": normal((tokens, columns), generator)}
+    inputs |= packed("weight", fmt, (rows, columns), (1,), generator)
+    fields: dict[str, FieldValue] = {"weights": fmt}
+    expected = REFERENCE_OPS["Linear"](fields, inputs, WeightCache())
+    check("Linear", run("Linear", fields, inputs)["y"], expected["y"])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_linear_rows_do_not_mix(fmt: str) -> None:
+    """A token of infinities and NaN spoils its own row only."""
+    generator = np.random.default_rng(1)
+    inputs = {"x": normal((200, 512), generator)} | packed("weight", fmt, (256, 512), (1,), generator)
+    fields: dict[str, FieldValue] = {"weights": fmt}
+    clean = run("Linear", fields, inputs)["y"]
+    inputs["x"][77] = torch.nan
+    inputs["x"][130, 5] = torch.inf
+    spoilt = run("Linear", fields, inputs)["y"]
+    assert spoilt[77].isnan().all()
+    rest = [t for t in range(200) if t not in (77, 130)]
+    assert torch.equal(spoilt[rest], clean[rest])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"), [(65, 2048, 6144), (150, 128, 256), (700, 2048, 1024), (1500, 128, 64)]
+)
+def test_norm_mlp(fmt: str, tokens: int, hidden: int, intermediate: int) -> None:
+    generator = np.random.default_rng([tokens, hidden, intermediate])
+    inputs = stream(tokens, hidden, generator)
+    inputs |= packed("gate_up", fmt, (2 * intermediate, hidden), (2,), generator)
+    inputs |= packed("down", fmt, (hidden, intermediate), (1,), generator)
+    fields: dict[str, FieldValue] = {"weights": fmt, "eps": EPS}
+    expected = REFERENCE_OPS["NormMlp"](fields, inputs, WeightCache())
+    found = run("NormMlp", fields, inputs)
+    check("NormMlp", found["out"], expected["out"])
+    assert torch.equal(found["residual_out"], expected["residual_out"])
+
+
+def clear_choice(inputs: dict[str, Tensor]) -> Tensor:
+    """Tokens whose 6th and 7th logits lie further apart than any order of FP32 sums can move them, [T] bool."""
+    x = rms_norm(inputs["delta"].float() + inputs["residual"].float(), inputs["norm"], EPS)
+    logits = torch.sort(x.double() @ inputs["router"].double().T, dim=-1, descending=True).values
+    return logits[:, TOP_K - 1] - logits[:, TOP_K] > 1e-3
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "shared"),
+    [(9, 128, 64, 64), (65, 2048, 512, 1024), (170, 2048, 512, 1024), (400, 128, 64, 64), (3000, 128, 64, 64)],
+)
+def test_norm_moe(fmt: str, skewed: bool, tokens: int, hidden: int, intermediate: int, shared: int) -> None:
+    """Experts with a few tokens, with several tiles, and (skewed) with all tokens or none."""
+    experts = 16
+    generator = np.random.default_rng([tokens, hidden, skewed])
+    inputs = stream(tokens, hidden, generator)
+    router = generator.standard_normal((experts, hidden), dtype=np.float32) / math.sqrt(hidden)
+    if skewed:
+        # The first column of x is large and positive for all tokens: expert 11 is always first, 3 and 4 never chosen.
+        inputs["delta"][:, 0] = 8
+        inputs["residual"][:, 0] = 0
+        router[:, 0] = 0
+        router[11, 0], router[3, 0], router[4, 0] = 2, -2, -2
+    inputs["router"] = torch.from_numpy(router)
+    if fmt == "bf16":
+        inputs["router"] = inputs["router"].bfloat16()
+    lead = (experts,)
+    inputs |= packed("experts_gate_up", fmt, (2 * intermediate, hidden), (2,), generator, lead)
+    inputs |= packed("experts_down", fmt, (hidden, intermediate), (), generator, lead)
+    inputs |= packed("shared_gate_up", fmt, (2 * shared, hidden), (2,), generator)
+    inputs |= packed("shared_down", fmt, (hidden, shared), (1,), generator)
+    fields: dict[str, FieldValue] = {"weights": fmt, "eps": EPS, "top_k": TOP_K}
+    expected = REFERENCE_OPS["NormMoe"](fields, inputs, WeightCache())
+    found = run("NormMoe", fields, inputs)
+    clear = clear_choice(inputs)
+    assert clear.float().mean() > 0.9
+    check("NormMoe", found["out"][clear], expected["out"][clear])
+    assert torch.equal(found["residual_out"], expected["residual_out"])

@@ -1,0 +1,54 @@
+"""SamplingParams: ranges, defaults, and what reaches the executor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flint_runtime.errors import UsageError
+from flint_runtime.executors.step import RowSampling
+from flint_runtime.sampling_params import SamplingParams, generation_defaults
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": "1"}, {"temperature": True},
+        {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2}, {"top_k": 1.5}, {"min_p": 1.01}, {"min_p": -0.1},
+        {"repetition_penalty": 0.0}, {"presence_penalty": 2.5}, {"frequency_penalty": -3}, {"seed": 2**64},
+        {"max_tokens": 0}, {"ignore_eos": 1}, {"stop_token_ids": (-1,)}, {"stop_token_ids": ("a",)},
+    ],
+)  # fmt: skip
+def test_out_of_range(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def test_defaults_of_the_model() -> None:
+    params = SamplingParams().with_defaults({})
+    assert (params.temperature, params.top_p, params.top_k) == (1.0, 0.95, 20)
+    assert (params.min_p, params.repetition_penalty) == (0.0, 1.0)
+    assert params.seed is not None and params.seed != SamplingParams().with_defaults({}).seed
+
+
+def test_the_checkpoint_overrides_and_the_request_wins() -> None:
+    params = SamplingParams(top_k=0, seed=3).with_defaults({"temperature": 0.6, "top_k": 50})
+    assert (params.temperature, params.top_p, params.top_k, params.seed) == (0.6, 0.95, 0, 3)
+
+
+def test_row() -> None:
+    params = SamplingParams(0.5, 0.9, 7, 0.1, 1.2, 0.3, 0.4, seed=(5 << 32) + 6).with_defaults({})
+    assert params.row(2, 1) == RowSampling(0.5, 7, 0.9, 0.1, 1.2, 0.3, 0.4, (6, 5), 2, 1)
+    assert SamplingParams(seed=-1).with_defaults({}).row(0, 0).seed == (0xFFFFFFFF, 0xFFFFFFFF)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    assert generation_defaults(path) == ({}, ())
+    path.write_text(json.dumps({"temperature": 0.7, "eos_token_id": 5, "top_k": None, "other": 1}))
+    assert generation_defaults(path) == ({"temperature": 0.7}, (5,))
+    path.write_text(json.dumps({"do_sample": False, "temperature": 0.7, "eos_token_id": [5, 6]}))
+    assert generation_defaults(path) == ({"temperature": 0.0}, (5, 6))

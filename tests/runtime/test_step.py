@@ -1,0 +1,98 @@
+"""Building steps, and what an executor refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flint_runtime.executors.step import Pools, RowSampling, SequencePart, StepError, build_step, check_step
+from flint_runtime.manifest import PHASES, Limits
+from tests.shapes import NANO
+
+LIMITS = Limits(max_batch=3, max_context=200, prefill_chunk=64)
+POOLS = Pools(pages=8, slots=3, sample_slots=2)
+GREEDY = RowSampling()
+
+
+def two_parts() -> list[SequencePart]:
+    """A sequence with three new tokens at 62, and one with two at 0."""
+    return [
+        SequencePart(
+            [4, 5, 6], 62, [3, 1], 2, [(0, GREEDY), (-1, RowSampling(0.5, 9, seed=(2**32 - 1, 7), draw_index=4))]
+        ),
+        SequencePart([7, 8], 0, [5], 0, [(-1, RowSampling(sample_slot=1))]),
+    ]
+
+
+def test_build_step() -> None:
+    step = build_step(two_parts(), table_width=4)
+    assert step.token_ids.tolist() == [4, 5, 6, 7, 8]
+    assert step.positions.tolist() == [62, 63, 64, 0, 1]
+    assert step.query_start.tolist() == [0, 3, 5]
+    assert step.seq_lens.tolist() == [65, 2]
+    assert step.page_table.tolist() == [[3, 1, 0, 0], [5, 0, 0, 0]]
+    assert step.ring_slot.tolist() == [2, 0]
+    assert step.logits_rows.tolist() == [0, 2, 4]
+    assert step.temperature.tolist() == [0.0, 0.5, 0.0]
+    assert step.top_k.tolist() == [0, 9, 0]
+    assert step.seed.tolist() == [[0, 0], [-1, 7], [0, 0]]
+    assert step.draw_index.tolist() == [0, 4, 0]
+    assert step.sample_slot.tolist() == [-1, -1, 1]
+    for phase in PHASES:
+        check_step(step, phase, NANO, LIMITS, POOLS)
+
+
+def test_padding_is_accepted() -> None:
+    """Rows behind query_start[B], and sequences without tokens, whose places are not looked at."""
+    step = build_step([*two_parts(), SequencePart([], 0, [], 99)])
+    padded = replace(
+        step,
+        token_ids=np.append(step.token_ids, 0).astype(np.int32),
+        positions=np.append(step.positions, 0).astype(np.int32),
+    )
+    check_step(padded, "decode", NANO, LIMITS, POOLS)
+
+
+def changed(**arrays: Any) -> Any:
+    """The step of `two_parts` with some arrays replaced."""
+    values: dict[str, Any] = {n: np.array(a, np.int32) for n, a in arrays.items()}
+    return replace(build_step(two_parts()), **values)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (changed(token_ids=[4, 5, 6, 7, 768]), "token_ids must be from 0 to 767"),
+        (changed(token_ids=[4, 5, 6, 7]), "positions has T = 5, expected 4"),
+        (changed(positions=[61, 62, 63, 0, 1]), "positions"),
+        (changed(query_start=[0, 3, 6]), "query_start"),
+        (changed(query_start=[1, 3, 5]), "query_start"),
+        (changed(seq_lens=[65, 1]), "seq_lens"),
+        (changed(seq_lens=[265, 2]), "seq_lens must be from 0 to 200"),
+        (changed(page_table=[[3], [5]]), "2 pages are needed, the page table has 1 columns"),
+        (changed(page_table=[[3, 8], [5, 0]]), "page_table must be from 0 to 7, found 3 to 8"),
+        (changed(ring_slot=[3, 0]), "ring_slot must be from 0 to 2"),
+        (changed(ring_slot=[1, 1]), "share a ring slot"),
+        (changed(logits_rows=[0, 2, 5]), "logits_rows"),
+        (changed(sample_slot=[0, 0, 2]), "sample_slot must be from -1 to 1"),
+        (changed(temperature=[0, 0, 0]), "temperature must be float32"),
+        (build_step([SequencePart([1], 0, [0], 0)]), "a row of logits"),
+        (build_step([SequencePart([1] * 65, 0, [0, 1], 0, [(0, GREEDY)])]), "at most 64 tokens, found 65"),
+        (build_step([SequencePart([1], 0, [i], i, [(0, GREEDY)]) for i in range(4)]), "at most 3 sequences"),
+    ],
+)
+def test_refused(step: Any, message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        check_step(step, "prefill", NANO, LIMITS, POOLS)
+
+
+def test_decode_takes_few_tokens_of_a_sequence() -> None:
+    nine = build_step([SequencePart([1] * 9, 0, [0], 0, [(0, GREEDY)])])
+    check_step(nine, "prefill", NANO, LIMITS, POOLS)
+    with pytest.raises(StepError, match="at most 8 tokens"):
+        check_step(nine, "decode", NANO, LIMITS, POOLS)
+    with pytest.raises(StepError, match="at most 8 tokens of a sequence"):
+        check_step(nine, "decode", NANO, LIMITS.model_copy(update={"max_batch": 16}), POOLS)
