@@ -30,8 +30,9 @@ TOP_K = 6
 # 2^-7 of it at most. Near zero, where terms cancel, the sum's error counts: 2^-14 of the output's root mean square is
 # about ten times it at K = 6144. Where a value before the last product is rounded (the norm, the activation), one of
 # its few flips (2^-8 of one term) moves every output of its token: 2^-7 of the root mean square for NormMlp.
-# NormQkvRope rounds a head's values twice more, and RoPE adds two of them: 2^-6. NormMoe rounds the routed sum, which may flip, too, before it adds the shared expert's; where the two cancel, a flip of 2^-7 of a sum of
-# up to four times the root mean square remains: 2^-5. (With FP32 sums in another order on the CPU: a third of that.)
+# NormQkvRope rounds a head's values twice more, and RoPE adds two of them: 2^-6. NormMoe rounds the routed sum, which
+# may flip, too, before it adds the shared expert's; where the two cancel, a flip of 2^-7 of a sum of up to four times
+# the root mean square remains: 2^-5. (With FP32 sums in another order on the CPU: a third of that.)
 RELATIVE = 2**-7
 OF_RMS = {"Linear": 2**-14, "NormMlp": 2**-7, "NormQkvRope": 2**-6, "NormMoe": 2**-5}
 # Flips are rare, so in all the outputs agree far better than to one rounding (2^-9): wrong factors or orders do not.
