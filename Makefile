@@ -18,7 +18,7 @@ help:  ## List the targets
 
 .venv/.created:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "ninja>=1.11" "numpy>=2.0"
+	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "cmake>=3.26" "ninja>=1.11" "numpy>=2.0"
 	@touch $@
 
 setup: plugins  ## Make .venv with everything in it and compile the plugin library

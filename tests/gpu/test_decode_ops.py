@@ -106,8 +106,8 @@ def test_lm_head(rows: int, shape: str, fmt: str) -> None:
     first, second = (run_op("LmHead", fields, device)["logits"].cpu().clone() for _ in range(2))
     assert torch.equal(first, second)
     expected = reference("LmHead", fields, inputs)["logits"]
-    # Sums of K products of order 1 / sqrt(K) in FP32, another order: sqrt(K) 2^-24 of the result's magnitude, times 10.
-    # A normalised value next to a rounding border may differ by a BF16 step in one of K terms: 2^-8 / sqrt(K), times 12.
+    # Sums of K products of order 1 / sqrt(K) in FP32, another order: sqrt(K) 2^-24 of the magnitude, times 10.
+    # A normalised value next to a rounding border may differ by a BF16 step in one of K: 2^-8 / sqrt(K), times 12.
     assert (first - expected).abs().max() < 10 * hidden**0.5 * 2**-24 + 12 * 2**-8 * hidden**-0.5
 
 
