@@ -6,11 +6,11 @@
 namespace flint {
 
 size_t linearWorkspaceBytes(int64_t tokens, int64_t columns) {
-    return tokens <= kDECODE_TOKENS ? 0 : tokens * columns * sizeof(bf16);
+    return tokens * columns * sizeof(bf16);
 }
 
 cudaError_t launchLinear(LinearParams const& params, cudaStream_t stream) {
-    if (params.tokens <= kDECODE_TOKENS) {
+    if (params.tokens <= kDECODE_TOKENS && hasLinearDecode(params.columns)) {
         return launchLinearDecode(params, stream);
     }
     GemmOrderParams const order{params.x, params.workspace, params.tokens, params.columns};

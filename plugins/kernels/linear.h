@@ -22,10 +22,14 @@ struct LinearParams {
 
 size_t linearWorkspaceBytes(int64_t tokens, int64_t columns);
 
-/// Returns cudaErrorInvalidValue for a shape that has no instance.
+/// Any K that is a multiple of 64, any N that is one of 16.
 cudaError_t launchLinear(LinearParams const& params, cudaStream_t stream);
 
-/// The same, for up to kDECODE_TOKENS tokens.
+/// Whether the low-latency kernel has an instance for K = `columns`.
+bool hasLinearDecode(int columns);
+
+/// The low-latency kernel, for up to kDECODE_TOKENS tokens; needs no workspace.
+/// Returns cudaErrorInvalidValue for a K that has no instance.
 cudaError_t launchLinearDecode(LinearParams const& params, cudaStream_t stream);
 
 } // namespace flint

@@ -58,6 +58,10 @@ cudaError_t launchFormat(LinearParams const& params, cudaStream_t stream) {
 
 } // namespace
 
+bool hasLinearDecode(int columns) {
+    return columns == 4096 || columns == 6144 || columns == 2048 || columns == 256;
+}
+
 cudaError_t launchLinearDecode(LinearParams const& params, cudaStream_t stream) {
     return params.format == WeightFormat::kNVFP4 ? launchFormat<WeightFormat::kNVFP4>(params, stream)
                                                  : launchFormat<WeightFormat::kBF16>(params, stream);

@@ -18,7 +18,7 @@ cudaError_t enqueueLmHead(EnqueueArgs const& args) {
     params.hidden = intSymbol(args, symbol::H);
     params.rows = intSymbol(args, symbol::R);
     params.vocabulary = intSymbol(args, symbol::V);
-    return launchLmHead(params, args.stream);
+    return orRefuse(launchLmHead(params, args.stream), "hidden size 2048 or 128");
 }
 
 } // namespace flint

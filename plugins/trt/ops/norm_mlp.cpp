@@ -21,7 +21,7 @@ cudaError_t enqueueNormMlp(EnqueueArgs const& args) {
     params.tokens = intSymbol(args, symbol::T);
     params.hidden = intSymbol(args, symbol::H);
     params.intermediate = intSymbol(args, symbol::I);
-    return launchMlp(params, args.stream);
+    return orRefuse(launchMlp(params, args.stream), "hidden size 2048 or 128, intermediate size 6144 or 256");
 }
 
 size_t normMlpWorkspace(Node const&, Symbols const& symbols) {

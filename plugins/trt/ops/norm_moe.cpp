@@ -5,8 +5,10 @@
 namespace flint {
 
 cudaError_t enqueueNormMoe(EnqueueArgs const& args) {
+    constexpr char const* SHAPES = "hidden 2048, 256 or 16 experts of 512, shared expert 1024; hidden 128, 16 experts "
+                                   "of 64, shared expert 64; top-6";
     if (args.node.intField("top_k") != kTOP_K) {
-        return cudaErrorInvalidValue;
+        return orRefuse(cudaErrorInvalidValue, SHAPES);
     }
     MoeParams params{};
     params.delta = args.input<bf16>("delta");
@@ -32,7 +34,7 @@ cudaError_t enqueueNormMoe(EnqueueArgs const& args) {
     params.experts = intSymbol(args, symbol::E);
     params.intermediate = intSymbol(args, symbol::I);
     params.shared = intSymbol(args, symbol::S);
-    return launchMoe(params, args.stream);
+    return orRefuse(launchMoe(params, args.stream), SHAPES);
 }
 
 size_t normMoeWorkspace(Node const&, Symbols const& symbols) {

@@ -32,8 +32,9 @@ KvTarget kvTarget(EnqueueArgs const& args) {
 } // namespace
 
 cudaError_t enqueueNormQkvRope(EnqueueArgs const& args) {
+    constexpr char const* SHAPES = "hidden size 2048 or 128, head dimension 128";
     if (args.node.intField("head_dim") != kHEAD_DIM) {
-        return cudaErrorInvalidValue;
+        return orRefuse(cudaErrorInvalidValue, SHAPES);
     }
     QkvParams params{};
     params.delta = args.input<bf16>("delta");
@@ -55,7 +56,7 @@ cudaError_t enqueueNormQkvRope(EnqueueArgs const& args) {
     params.hidden = intSymbol(args, symbol::H);
     params.heads = intSymbol(args, symbol::Hq);
     params.kv_heads = intSymbol(args, symbol::Hkv);
-    return launchQkv(params, args.stream);
+    return orRefuse(launchQkv(params, args.stream), SHAPES);
 }
 
 size_t normQkvRopeWorkspace(Node const&, Symbols const& symbols) {

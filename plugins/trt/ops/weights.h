@@ -4,6 +4,9 @@
 #include "kernels/types.h"
 #include "trt/enqueue.h"
 
+#include <stdexcept>
+#include <string>
+
 namespace flint {
 
 inline WeightFormat weightFormat(Node const& node) {
@@ -12,6 +15,14 @@ inline WeightFormat weightFormat(Node const& node) {
 
 inline int intSymbol(EnqueueArgs const& args, Symbol symbol) {
     return static_cast<int>(args.symbols[symbol]);
+}
+
+/// Turn a launcher's refusal of a shape into a message; `shapes` says what this build has.
+inline cudaError_t orRefuse(cudaError_t status, char const* shapes) {
+    if (status == cudaErrorInvalidValue) {
+        throw std::invalid_argument(std::string("no kernel for these shapes; this build has instances for ") + shapes);
+    }
+    return status;
 }
 
 } // namespace flint
