@@ -89,6 +89,17 @@ __device__ __forceinline__ uint4 loadStreaming(void const* pointer) {
     return value;
 }
 
+/// 16 bytes of an activation, at this place in the program: several of them are under way together, where the compiler
+/// would else put each just before its use.
+__device__ __forceinline__ uint4 loadNow16(void const* pointer) {
+    uint4 value;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void loadStreaming8(void const* pointer, uint32_t& low, uint32_t& high) {
     asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(low), "=r"(high) : "l"(pointer) : "memory");
 }

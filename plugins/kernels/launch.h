@@ -27,10 +27,11 @@ cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, s
     return cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...);
 }
 
-/// Let a kernel use more than 48 KB of dynamic shared memory. Cheap; called before each launch that needs it.
+/// Let a kernel use this much dynamic shared memory: beside its static one, more than 48 KB in all must be allowed.
+/// Cheap; called before each launch that needs it.
 template <typename Kernel>
 cudaError_t allowShared(Kernel kernel, size_t sharedBytes) {
-    if (sharedBytes <= 48 * 1024) {
+    if (sharedBytes <= 16 * 1024) {
         return cudaSuccess;
     }
     return cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,

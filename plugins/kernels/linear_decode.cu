@@ -7,50 +7,75 @@ namespace flint {
 
 namespace {
 
-/// Grid (N / 16); kSPLIT warps a block.
-template <WeightFormat F, int K, typename X>
+/// Grid (N / 16); kSPLIT warps a block. Dynamic shared memory: each warp's activations.
+template <WeightFormat F, int K, int TOKENS, bool ORDERED>
 __global__ void __launch_bounds__(Split<F, K>::kSPLIT* kWARP) linearDecodeKernel(LinearParams const params) {
     constexpr int PARTS = Split<F, K>::kSPLIT;
+    using X = StagedX<Split<F, K>::kTILES, TOKENS>;
+    extern __shared__ __align__(16) uint4 staged[];
     __shared__ __align__(16) float sums[PartialSums::floats(PARTS)];
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
 
     SliceOf<F, K> slice;
     slice.template load<K>(params.weight + blockIdx.x * panelBytes(F, K), part, lane);
-    float const scale = kRESTORE<F> * (params.scale == nullptr ? 1.0f : *params.scale);
+    float scale = kRESTORE<F>;
+    if (params.scale != nullptr) {
+        int const row = blockIdx.x * kPANEL_ROWS;
+        int const segment = (params.segment_row[0] != 0 && row >= params.segment_row[0]) +
+                            (params.segment_row[1] != 0 && row >= params.segment_row[1]);
+        scale *= __ldg(params.scale + segment);
+    }
     waitForPredecessor();
     allowSuccessor();
 
-    int const token = lane / 4;
-    float acc[1][4] = {};
-    slice.multiply(acc, part, X{token < params.tokens ? params.x + int64_t{token} * K : nullptr, lane});
+    X const x{staged + part * X::kVECTORS, part, lane};
+    x.template stage<ORDERED>(params.tokens, [&](int token) { return params.x + int64_t{token} * K; });
+    float acc[1][4];
+    slice.multiply(acc, part, x);
     PartialSums const partial{sums};
     partial.store(acc[0], part, lane);
     __syncthreads();
     for (int i = threadIdx.x; i < kPANEL_ROWS * params.tokens; i += PARTS * kWARP) {
-        int const row = i % kPANEL_ROWS, t = i / kPANEL_ROWS;
-        params.y[int64_t{t} * params.rows + blockIdx.x * kPANEL_ROWS + row] =
-            __float2bfloat16_rn(partial.sum(PARTS, row, t) * scale);
+        int const row = i % kPANEL_ROWS, token = i / kPANEL_ROWS;
+        params.y[int64_t{token} * params.rows + blockIdx.x * kPANEL_ROWS + row] =
+            __float2bfloat16_rn(partial.sum(PARTS, row, token) * scale);
     }
 }
 
-template <WeightFormat F, int K>
+template <WeightFormat F, int K, int TOKENS, bool ORDERED>
+cudaError_t launchTokens(LinearParams const& params, cudaStream_t stream) {
+    auto const kernel = linearDecodeKernel<F, K, TOKENS, ORDERED>;
+    constexpr int PARTS = Split<F, K>::kSPLIT;
+    constexpr size_t BYTES = PARTS * StagedX<Split<F, K>::kTILES, TOKENS>::kVECTORS * sizeof(uint4);
+    if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
+        return error;
+    }
+    return launchOverlapped(kernel, dim3(params.rows / kPANEL_ROWS), dim3(PARTS * kWARP), BYTES, stream, params);
+}
+
+template <WeightFormat F, int K, bool ORDERED>
 cudaError_t launchInstance(LinearParams const& params, cudaStream_t stream) {
-    auto const kernel = params.ordered ? linearDecodeKernel<F, K, OrderedX> : linearDecodeKernel<F, K, PlainX>;
-    return launchOverlapped(kernel, dim3(params.rows / kPANEL_ROWS), dim3(Split<F, K>::kSPLIT * kWARP), 0, stream,
-                            params);
+    if (params.ordered != ORDERED) {
+        return cudaErrorInvalidValue;
+    }
+    return params.tokens == 1 ? launchTokens<F, K, 1, ORDERED>(params, stream)
+                              : launchTokens<F, K, 8, ORDERED>(params, stream);
 }
 
 template <WeightFormat F>
 cudaError_t launchFormat(LinearParams const& params, cudaStream_t stream) {
     switch (params.columns) {
     case 4096: // output projection: 32 heads
-        return launchInstance<F, 4096>(params, stream);
+        return launchInstance<F, 4096, false>(params, stream);
     case 6144: // dense MLP
-        return launchInstance<F, 6144>(params, stream);
-    case 2048: // flint-nano's output projection: 16 heads
-        return launchInstance<F, 2048>(params, stream);
+        return launchInstance<F, 6144, true>(params, stream);
+    case 2048: // QKV; flint-nano's output projection: 16 heads
+        return params.ordered ? launchInstance<F, 2048, true>(params, stream)
+                              : launchInstance<F, 2048, false>(params, stream);
     case 256: // flint-nano's dense MLP
-        return launchInstance<F, 256>(params, stream);
+        return launchInstance<F, 256, true>(params, stream);
+    case 128: // flint-nano's QKV
+        return launchInstance<F, 128, true>(params, stream);
     default:
         return cudaErrorInvalidValue;
     }
@@ -59,7 +84,7 @@ cudaError_t launchFormat(LinearParams const& params, cudaStream_t stream) {
 } // namespace
 
 bool hasLinearDecode(int columns) {
-    return columns == 4096 || columns == 6144 || columns == 2048 || columns == 256;
+    return columns == 4096 || columns == 2048;
 }
 
 cudaError_t launchLinearDecode(LinearParams const& params, cudaStream_t stream) {

@@ -33,18 +33,19 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) lmHeadKernel(LmHea
     if (panel < panels) {
         slice.template load<H>(params.weight + panel * panelBytes(F, H), part, lane);
     }
+    NormWeights<H, THREADS> const normWeights(params.norm);
     float const scale = kRESTORE<F> * (params.scale == nullptr ? 1.0f : *params.scale);
     waitForPredecessor();
     allowSuccessor();
 
     NormParams const norm{params.delta, params.residual, params.norm, nullptr, params.eps, live};
     normalizeRows<H, ROWS, THREADS>(
-        norm, false, shared.x, shared.sums, [&](int row) { return params.logits_rows[first + row]; },
+        norm, normWeights, false, shared.x, shared.sums, [&](int row) { return params.logits_rows[first + row]; },
         [](int, int, uint4) {});
 
     SharedX<ROWS> const x{reinterpret_cast<uint4 const*>(shared.x), lane};
     for (int parity = 0; panel < panels; parity ^= 1) {
-        float acc[GROUPS][4] = {};
+        float acc[GROUPS][4];
         slice.multiply(acc, part, x);
         int const next = panel + gridDim.x;
         if (next < panels) {

@@ -13,17 +13,18 @@ size_t mlpWorkspaceBytes(int64_t tokens, int64_t hidden, int64_t intermediate) {
 
 cudaError_t launchMlp(MlpParams const& params, cudaStream_t stream) {
     auto* const act = static_cast<bf16*>(params.workspace);
+    bf16* const x = act + int64_t{params.tokens} * params.intermediate;
     if (params.tokens <= kDECODE_TOKENS) {
-        if (cudaError_t const error = launchMlpUpDecode(params, act, stream); error != cudaSuccess) {
+        if (cudaError_t const error = launchMlpUpDecode(params, x, act, stream); error != cudaSuccess) {
             return error;
         }
         LinearParams const down{act,           params.down, params.down_scale, params.out,          nullptr,
                                 params.format, true,        params.tokens,     params.intermediate, params.hidden};
         return launchLinearDecode(down, stream);
     }
-    bf16* const x = act + int64_t{params.tokens} * params.intermediate;
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
-    if (cudaError_t const error = launchNormRows(norm, params.hidden, x, stream); error != cudaSuccess) {
+    if (cudaError_t const error = launchNormRows(norm, params.hidden, RowOrder::kPREFILL, x, stream);
+        error != cudaSuccess) {
         return error;
     }
     GemmParams up{};

@@ -1,40 +1,52 @@
 // The first half of NormMlp for up to eight tokens: norm, gate and up, SwiGLU. The second half is a Linear.
 #include "kernels/launch.h"
 #include "kernels/mlp_internal.h"
-#include "kernels/norm.cuh"
+#include "kernels/norm_rows.h"
 #include "kernels/swiglu.cuh"
 
 namespace flint {
 
 namespace {
 
-template <WeightFormat F, int H, int TOKENS>
+template <WeightFormat F, int H>
 struct MlpShared {
-    alignas(16) uint32_t x[SharedX<TOKENS>::bytes(H) / 4];
+    alignas(16) uint32_t x[SharedX<1>::bytes(H) / 4];
     float partial[PartialSums::floats(Split<F, H>::kSPLIT)];
     float sums[Split<F, H>::kSPLIT];
 };
 
-/// Grid (2 I / 16): a panel holds gate and up of 8 units. kSPLIT warps a block.
-template <WeightFormat F, int H, int TOKENS>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) mlpUpKernel(MlpParams const params, bf16* act) {
+/// Grid (2 I / 16): a panel holds gate and up of 8 units. kSPLIT warps a block. One token is normalised here; of
+/// several `x` [T, H] are the normalised rows, ordered.
+template <WeightFormat F, int H, bool SINGLE>
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
+    mlpUpKernel(MlpParams const params, bf16 const* x, bf16* act) {
     constexpr int PARTS = Split<F, H>::kSPLIT;
     constexpr int THREADS = PARTS * kWARP;
-    extern __shared__ __align__(16) uint8_t raw[];
-    auto& shared = *reinterpret_cast<MlpShared<F, H, TOKENS>*>(raw);
+    using Rows = StagedX<Split<F, H>::kTILES, kDECODE_TOKENS>;
+    extern __shared__ __align__(16) uint4 staged[]; // several tokens: each warp's activations
+    __shared__ MlpShared<F, H> shared;
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
 
     SliceOf<F, H> slice;
     slice.template load<H>(params.gate_up + blockIdx.x * panelBytes(F, H), part, lane);
     float const gateScale = kRESTORE<F> * (params.gate_up_scale == nullptr ? 1.0f : params.gate_up_scale[0]);
     float const upScale = kRESTORE<F> * (params.gate_up_scale == nullptr ? 1.0f : params.gate_up_scale[1]);
-    waitForPredecessor();
-    allowSuccessor();
-
-    NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
-    normalizeRows<H, TOKENS, THREADS>(norm, blockIdx.x == 0, shared.x, shared.sums);
-    float acc[1][4] = {};
-    slice.multiply(acc, part, SharedX<TOKENS>{reinterpret_cast<uint4 const*>(shared.x), lane});
+    float acc[1][4];
+    if constexpr (SINGLE) {
+        NormWeights<H, THREADS> const weights(params.norm);
+        waitForPredecessor();
+        allowSuccessor();
+        NormParams const norm{params.delta,        params.residual, params.norm,
+                              params.residual_out, params.eps,      params.tokens};
+        normalizeToken<H, THREADS>(norm, weights, blockIdx.x == 0, shared.x, shared.sums);
+        slice.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
+    } else {
+        waitForPredecessor();
+        allowSuccessor();
+        Rows const rows{staged + part * Rows::kVECTORS, part, lane};
+        rows.template stage<true>(params.tokens, [&](int token) { return x + int64_t{token} * H; });
+        slice.multiply(acc, part, rows);
+    }
     PartialSums const partial{shared.partial};
     partial.store(acc[0], part, lane);
     __syncthreads();
@@ -47,34 +59,37 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) mlpUpKernel(MlpPar
     }
 }
 
-template <WeightFormat F, int H, int TOKENS>
-cudaError_t launchInstance(MlpParams const& params, bf16* act, cudaStream_t stream) {
-    auto const kernel = mlpUpKernel<F, H, TOKENS>;
-    constexpr size_t BYTES = sizeof(MlpShared<F, H, TOKENS>);
+template <WeightFormat F, int H>
+cudaError_t launchInstance(MlpParams const& params, bf16* x, bf16* act, cudaStream_t stream) {
+    dim3 const grid(2 * params.intermediate / kPANEL_ROWS), block(Split<F, H>::kSPLIT * kWARP);
+    bf16 const* const rows = x;
+    if (params.tokens == 1) {
+        return launchOverlapped(mlpUpKernel<F, H, true>, grid, block, 0, stream, params, rows, act);
+    }
+    NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
+    if (cudaError_t const error = launchNormRows(norm, H, RowOrder::kDECODE, x, stream); error != cudaSuccess) {
+        return error;
+    }
+    auto const kernel = mlpUpKernel<F, H, false>;
+    constexpr size_t BYTES =
+        Split<F, H>::kSPLIT * StagedX<Split<F, H>::kTILES, kDECODE_TOKENS>::kVECTORS * sizeof(uint4);
     if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
         return error;
     }
-    return launchOverlapped(kernel, dim3(2 * params.intermediate / kPANEL_ROWS), dim3(Split<F, H>::kSPLIT * kWARP),
-                            BYTES, stream, params, act);
-}
-
-template <WeightFormat F, int H>
-cudaError_t launchFormat(MlpParams const& params, bf16* act, cudaStream_t stream) {
-    return params.tokens == 1 ? launchInstance<F, H, 1>(params, act, stream)
-                              : launchInstance<F, H, 8>(params, act, stream);
+    return launchOverlapped(kernel, grid, block, BYTES, stream, params, rows, act);
 }
 
 } // namespace
 
-cudaError_t launchMlpUpDecode(MlpParams const& params, bf16* act, cudaStream_t stream) {
+cudaError_t launchMlpUpDecode(MlpParams const& params, bf16* x, bf16* act, cudaStream_t stream) {
     bool const packed = params.format == WeightFormat::kNVFP4;
     switch (params.hidden) {
     case 2048:
-        return packed ? launchFormat<WeightFormat::kNVFP4, 2048>(params, act, stream)
-                      : launchFormat<WeightFormat::kBF16, 2048>(params, act, stream);
+        return packed ? launchInstance<WeightFormat::kNVFP4, 2048>(params, x, act, stream)
+                      : launchInstance<WeightFormat::kBF16, 2048>(params, x, act, stream);
     case 128:
-        return packed ? launchFormat<WeightFormat::kNVFP4, 128>(params, act, stream)
-                      : launchFormat<WeightFormat::kBF16, 128>(params, act, stream);
+        return packed ? launchInstance<WeightFormat::kNVFP4, 128>(params, x, act, stream)
+                      : launchInstance<WeightFormat::kBF16, 128>(params, x, act, stream);
     default:
         return cudaErrorInvalidValue;
     }

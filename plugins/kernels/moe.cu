@@ -95,7 +95,8 @@ cudaError_t launchMoe(MoeParams const& params, cudaStream_t stream) {
     Carver carver{static_cast<uint8_t*>(params.workspace)};
     Workspace const work = carve(carver, params.tokens, params.hidden, params.experts, params.shared);
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
-    if (cudaError_t const error = launchNormRows(norm, params.hidden, work.x, stream); error != cudaSuccess) {
+    if (cudaError_t const error = launchNormRows(norm, params.hidden, RowOrder::kPREFILL, work.x, stream);
+        error != cudaSuccess) {
         return error;
     }
     RouterParams const router{work.x,        params.router, work.logits,

@@ -6,16 +6,28 @@
 
 namespace flint {
 
+constexpr int kDECODE_PAIRS = kDECODE_TOKENS * kTOP_K; ///< (token, slot) pairs
+
+/// The routing of a step's tokens.
+struct DecodeRoutes {
+    int expert[kDECODE_PAIRS];
+    float weight[kDECODE_PAIRS];
+    int distinct[kDECODE_PAIRS]; ///< experts, each once, by first appearance
+    int count;                   ///< of distinct experts
+};
+
 /// Where the low-latency kernels keep what passes between them, inside MoeParams::workspace.
 struct MoeDecodeWorkspace {
-    float* logits;    ///< [8, E] f32
-    bf16* x;          ///< [8, H] bf16, normalised, ordered
-    bf16* shared_act; ///< [8, S] bf16, ordered
-    bf16* act;        ///< [8, 6, I] bf16, ordered
+    DecodeRoutes* routes; ///< of several tokens; of one, every block routes
+    float* logits;        ///< [8, E] f32
+    bf16* x;              ///< [8, H] bf16, normalised, ordered
+    bf16* shared_act;     ///< [8, S] bf16, ordered
+    bf16* act;            ///< [8, 6, I] bf16, ordered
 
     static MoeDecodeWorkspace layout(MoeParams const& params) {
         MoeDecodeWorkspace work;
-        work.logits = static_cast<float*>(params.workspace);
+        work.routes = static_cast<DecodeRoutes*>(params.workspace);
+        work.logits = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) + kROUTES_BYTES);
         work.x = reinterpret_cast<bf16*>(work.logits + kDECODE_TOKENS * params.experts);
         work.shared_act = work.x + kDECODE_TOKENS * params.hidden;
         work.act = work.shared_act + kDECODE_TOKENS * params.shared;
@@ -23,11 +35,19 @@ struct MoeDecodeWorkspace {
     }
 
     static size_t bytes(int64_t hidden, int64_t experts, int64_t intermediate, int64_t shared) {
-        return kDECODE_TOKENS * (experts * sizeof(float) + (hidden + shared + kTOP_K * intermediate) * sizeof(bf16));
+        return kROUTES_BYTES +
+               kDECODE_TOKENS * (experts * sizeof(float) + (hidden + shared + kTOP_K * intermediate) * sizeof(bf16));
     }
+
+  private:
+    static constexpr size_t kROUTES_BYTES = (sizeof(DecodeRoutes) + 255) / 256 * 256;
 };
 
 /// Up to kDECODE_TOKENS tokens.
 cudaError_t launchMoeDecode(MoeParams const& params, cudaStream_t stream);
+
+/// The kernels of one token and of several; MoeParams::tokens tells which.
+cudaError_t launchMoeRoute(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream);
+cudaError_t launchMoeExperts(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream);
 
 } // namespace flint

@@ -46,12 +46,39 @@ struct NormSegment {
     }
 
     /// The normalised values of columns (c, c + 2) for c = 0, 1, 4, 5: pairs as activationOrder has them.
-    __device__ __forceinline__ uint4 pairs(float scale, float const* weight) const {
-        float4 const w0 = *reinterpret_cast<float4 const*>(weight);
-        float4 const w1 = *reinterpret_cast<float4 const*>(weight + 4);
+    __device__ __forceinline__ uint4 pairs(float scale, float4 w0, float4 w1) const {
         return make_uint4(
             packBf16(s[0] * scale * w0.x, s[2] * scale * w0.z), packBf16(s[1] * scale * w0.y, s[3] * scale * w0.w),
             packBf16(s[4] * scale * w1.x, s[6] * scale * w1.z), packBf16(s[5] * scale * w1.y, s[7] * scale * w1.w));
+    }
+};
+
+/// Which columns a thread of a block of THREADS threads normalises: the same of every row.
+template <int H, int THREADS>
+struct NormShare {
+    static constexpr int kSEGMENTS = H / kNORM_COLUMNS;                          ///< of a row
+    static constexpr int kPER_THREAD = (kSEGMENTS + THREADS - 1) / THREADS;      ///< segments that one thread takes
+    static constexpr int kROWS = kSEGMENTS >= THREADS ? 1 : THREADS / kSEGMENTS; ///< rows that are in work together
+    static_assert(kSEGMENTS % THREADS == 0 || THREADS % kSEGMENTS == 0);
+
+    static __device__ __forceinline__ int column(int i) {
+        int const segment = kROWS == 1 ? threadIdx.x : threadIdx.x % kSEGMENTS;
+        return (segment + i * THREADS) * kNORM_COLUMNS;
+    }
+};
+
+/// A thread's norm weights, loaded before the wait for the activations.
+template <int H, int THREADS>
+struct NormWeights {
+    float4 values[NormShare<H, THREADS>::kPER_THREAD][2];
+
+    __device__ __forceinline__ explicit NormWeights(float const* weight) {
+#pragma unroll
+        for (int i = 0; i < NormShare<H, THREADS>::kPER_THREAD; ++i) {
+            auto const* const source = reinterpret_cast<float4 const*>(weight + NormShare<H, THREADS>::column(i));
+            values[i][0] = __ldg(source);
+            values[i][1] = __ldg(source + 1);
+        }
     }
 };
 
@@ -61,29 +88,28 @@ struct NormSegment {
 /// `source(token)` is the row of delta and residual to take; `keep(token, column, pairs)` is called with every 8
 /// columns' normalised pairs (see NormSegment::pairs).
 template <int H, int TOKENS, int THREADS, typename Source, typename Keep>
-__device__ __forceinline__ void normalizeRows(NormParams const& params, bool writeResidual, uint32_t* x, float* sums,
-                                              Source const& source, Keep const& keep) {
-    constexpr int SEGMENTS = H / kNORM_COLUMNS;                        // of a row
-    constexpr int PER_THREAD = (SEGMENTS + THREADS - 1) / THREADS;     // segments of a row that one thread takes
-    constexpr int ROWS = SEGMENTS >= THREADS ? 1 : THREADS / SEGMENTS; // rows that are in work together
-    constexpr int WIDTH = SEGMENTS < kWARP ? SEGMENTS : kWARP;         // lanes of a warp that share a row
-    static_assert(SEGMENTS % THREADS == 0 || THREADS % SEGMENTS == 0);
+__device__ __forceinline__ void normalizeRows(NormParams const& params, NormWeights<H, THREADS> const& weights,
+                                              bool writeResidual, uint32_t* x, float* sums, Source const& source,
+                                              Keep const& keep) {
+    using Share = NormShare<H, THREADS>;
+    constexpr int SEGMENTS = Share::kSEGMENTS, ROWS = Share::kROWS;
+    constexpr int WIDTH = SEGMENTS < kWARP ? SEGMENTS : kWARP; // lanes of a warp that share a row
     int const thread = threadIdx.x;
     for (int first = 0; first < TOKENS; first += ROWS) {
         int const token = first + (ROWS == 1 ? 0 : thread / SEGMENTS);
-        int const segment = ROWS == 1 ? thread : thread % SEGMENTS;
         bool const live = token < params.tokens;
         int64_t const offset = live ? int64_t{source(token)} * H : 0;
-        NormSegment parts[PER_THREAD];
+        NormSegment parts[Share::kPER_THREAD];
         float squares = 0;
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            int const column = (segment + i * THREADS) * kNORM_COLUMNS;
-            squares += live ? parts[i].load(params, offset + column) : 0.0f;
+        for (int i = 0; i < Share::kPER_THREAD; ++i) {
+            squares += live ? parts[i].load(params, offset + Share::column(i)) : 0.0f;
         }
         squares = warpSum<WIDTH>(squares);
         if constexpr (SEGMENTS > kWARP) {
-            __syncthreads(); // the previous round has read `sums`
+            if (first > 0) {
+                __syncthreads(); // the previous round has read `sums`
+            }
             if (thread % kWARP == 0) {
                 sums[thread / kWARP] = squares;
             }
@@ -98,9 +124,10 @@ __device__ __forceinline__ void normalizeRows(NormParams const& params, bool wri
         }
         float const scale = rsqrtf(squares / H + params.eps);
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) {
-            int const column = (segment + i * THREADS) * kNORM_COLUMNS;
-            uint4 const pairs = live ? parts[i].pairs(scale, params.weight + column) : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < Share::kPER_THREAD; ++i) {
+            int const column = Share::column(i);
+            uint4 const pairs =
+                live ? parts[i].pairs(scale, weights.values[i][0], weights.values[i][1]) : make_uint4(0, 0, 0, 0);
             if (token < TOKENS) {
                 x[SharedX<TOKENS>::word(token, column)] = pairs.x;
                 x[SharedX<TOKENS>::word(token, column + 1)] = pairs.y;
@@ -118,11 +145,12 @@ __device__ __forceinline__ void normalizeRows(NormParams const& params, bool wri
     __syncthreads();
 }
 
-/// The common case: rows in order, nothing kept.
-template <int H, int TOKENS, int THREADS>
-__device__ __forceinline__ void normalizeRows(NormParams const& params, bool writeResidual, uint32_t* x, float* sums) {
-    normalizeRows<H, TOKENS, THREADS>(
-        params, writeResidual, x, sums, [](int token) { return token; }, [](int, int, uint4) {});
+/// The one token of a step, with nothing kept.
+template <int H, int THREADS>
+__device__ __forceinline__ void normalizeToken(NormParams const& params, NormWeights<H, THREADS> const& weights,
+                                               bool writeResidual, uint32_t* x, float* sums) {
+    normalizeRows<H, 1, THREADS>(
+        params, weights, writeResidual, x, sums, [](int token) { return token; }, [](int, int, uint4) {});
 }
 
 } // namespace flint

@@ -10,16 +10,18 @@ namespace {
 template <int H>
 constexpr int kTHREADS = H / kNORM_COLUMNS < kWARP ? kWARP : H / kNORM_COLUMNS;
 
-/// Grid (T); a thread owns 8 columns of the block's row. Sums in the order of normalizeRows.
-template <int H>
+/// Grid (T); a thread owns 8 columns of the block's row.
+template <int H, RowOrder ORDER>
 __global__ void __launch_bounds__(kTHREADS<H>) normRowsKernel(NormParams const params, bf16* x) {
     constexpr int SEGMENTS = H / kNORM_COLUMNS, WARPS = kTHREADS<H> / kWARP;
     __shared__ float sums[WARPS];
+    bool const live = threadIdx.x < SEGMENTS;
+    int const column = live ? threadIdx.x * kNORM_COLUMNS : 0;
+    float4 const w0 = __ldg(reinterpret_cast<float4 const*>(params.weight + column));
+    float4 const w1 = __ldg(reinterpret_cast<float4 const*>(params.weight + column) + 1);
     waitForPredecessor();
     allowSuccessor();
-    int const column = threadIdx.x * kNORM_COLUMNS;
     int64_t const row = int64_t{blockIdx.x} * H;
-    bool const live = threadIdx.x < SEGMENTS;
     NormSegment segment;
     float squares = warpSum(live ? segment.load(params, row + column) : 0.0f);
     if constexpr (WARPS > 1) {
@@ -34,27 +36,38 @@ __global__ void __launch_bounds__(kTHREADS<H>) normRowsKernel(NormParams const p
         }
     }
     if (live) {
-        uint4 const pairs = segment.pairs(rsqrtf(squares / H + params.eps), params.weight + column);
-        bf16* const tile = x + row + column / kTILE_COLUMNS * kTILE_COLUMNS;
-        int const first = column % kTILE_COLUMNS;
-        *reinterpret_cast<uint32_t*>(tile + gemmOrder(first)) = pairs.x;
-        *reinterpret_cast<uint32_t*>(tile + gemmOrder(first + 1)) = pairs.y;
-        *reinterpret_cast<uint32_t*>(tile + gemmOrder(first + 4)) = pairs.z;
-        *reinterpret_cast<uint32_t*>(tile + gemmOrder(first + 5)) = pairs.w;
+        uint4 const pairs = segment.pairs(rsqrtf(squares / H + params.eps), w0, w1);
+        uint32_t const words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            constexpr int STARTS[4] = {0, 1, 4, 5};
+            int const c = column + STARTS[i];
+            int const place = ORDER == RowOrder::kDECODE
+                                  ? c / 16 * 16 + activationOrder(c % 16)
+                                  : c / kTILE_COLUMNS * kTILE_COLUMNS + gemmOrder(c % kTILE_COLUMNS);
+            *reinterpret_cast<uint32_t*>(x + row + place) = words[i];
+        }
         if (params.residual_out != nullptr) {
             segment.storeResidual(params, row + column);
         }
     }
 }
 
+template <int H>
+cudaError_t launchInstance(NormParams const& params, RowOrder order, bf16* x, cudaStream_t stream) {
+    auto const kernel =
+        order == RowOrder::kDECODE ? normRowsKernel<H, RowOrder::kDECODE> : normRowsKernel<H, RowOrder::kPREFILL>;
+    return launchOverlapped(kernel, dim3(params.tokens), dim3(kTHREADS<H>), 0, stream, params, x);
+}
+
 } // namespace
 
-cudaError_t launchNormRows(NormParams const& params, int hidden, bf16* x, cudaStream_t stream) {
+cudaError_t launchNormRows(NormParams const& params, int hidden, RowOrder order, bf16* x, cudaStream_t stream) {
     switch (hidden) {
     case 2048:
-        return launchOverlapped(normRowsKernel<2048>, dim3(params.tokens), dim3(kTHREADS<2048>), 0, stream, params, x);
+        return launchInstance<2048>(params, order, x, stream);
     case 128:
-        return launchOverlapped(normRowsKernel<128>, dim3(params.tokens), dim3(kTHREADS<128>), 0, stream, params, x);
+        return launchInstance<128>(params, order, x, stream);
     default:
         return cudaErrorInvalidValue;
     }

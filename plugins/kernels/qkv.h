@@ -52,7 +52,7 @@ struct QkvParams {
     int kv_heads; ///< Hkv
 };
 
-/// Bytes of workspace for `tokens` tokens: none on the low-latency path (up to 8), else normalised rows and raw QKV.
+/// Bytes of workspace for `tokens` tokens: normalised rows and the raw projection.
 size_t qkvWorkspaceBytes(int64_t tokens, int64_t hidden, int64_t rows);
 
 /// Returns cudaErrorInvalidValue for a shape that has no instance.

@@ -25,40 +25,56 @@ __device__ __forceinline__ float fromKey(uint32_t key) {
 
 } // namespace detail
 
-/// Route one token by one warp; every lane gets the result. `logits` [E] f32 in global memory, read past L1.
+/// The logits of one token in a warp: lane l holds experts 32i + l, as keys in the order of floats.
 template <int E>
-__device__ __forceinline__ Routes routeToken(float const* logits, int lane) {
-    constexpr int OWN = (E + kWARP - 1) / kWARP;
-    uint32_t keys[OWN];
+struct RouterKeys {
+    static constexpr int kOWN = (E + kWARP - 1) / kWARP;
+    uint32_t keys[kOWN];
+
+    /// `logits` [E] f32 in global memory, read past L1.
+    __device__ __forceinline__ RouterKeys(float const* logits, int lane) {
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        int const expert = i * kWARP + lane;
-        keys[i] = expert < E ? detail::orderedKey(__ldcg(logits + expert)) : 0;
+        for (int i = 0; i < kOWN; ++i) {
+            int const expert = i * kWARP + lane;
+            keys[i] = expert < E ? detail::orderedKey(__ldcg(logits + expert)) : 0;
+        }
     }
-    Routes routes;
-    float total = 0;
-#pragma unroll
-    for (int slot = 0; slot < kTOP_K; ++slot) {
+
+    /// Take the expert with the largest logit away, ties to the lowest index; every lane gets it and its key.
+    __device__ __forceinline__ int takeBest(int lane, uint32_t& top) {
         uint32_t best = 0;
         int place = 0;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        for (int i = 0; i < kOWN; ++i) {
             if (keys[i] > best) {
                 best = keys[i];
                 place = i;
             }
         }
-        uint32_t const top = __reduce_max_sync(0xFFFFFFFFu, best);
+        top = __reduce_max_sync(0xFFFFFFFFu, best);
         unsigned const mine = best == top ? place * kWARP + lane : 0xFFFFFFFFu;
         unsigned const chosen = __reduce_min_sync(0xFFFFFFFFu, mine);
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        for (int i = 0; i < kOWN; ++i) {
             if (chosen == static_cast<unsigned>(i * kWARP + lane)) {
                 keys[i] = 0;
             }
         }
         // NaN logits leave no key: stay in range, the weights will be NaN.
-        routes.expert[slot] = static_cast<int>(min(chosen, unsigned{E - 1}));
+        return static_cast<int>(min(chosen, unsigned{E - 1}));
+    }
+};
+
+/// Route one token by one warp; every lane gets the result.
+template <int E>
+__device__ __forceinline__ Routes routeToken(float const* logits, int lane) {
+    RouterKeys<E> keys(logits, lane);
+    Routes routes;
+    float total = 0;
+#pragma unroll
+    for (int slot = 0; slot < kTOP_K; ++slot) {
+        uint32_t top;
+        routes.expert[slot] = keys.takeBest(lane, top);
         routes.weight[slot] = 1.0f / (1.0f + expf(-detail::fromKey(top)));
         total += routes.weight[slot];
     }
@@ -67,6 +83,18 @@ __device__ __forceinline__ Routes routeToken(float const* logits, int lane) {
         routes.weight[slot] /= total;
     }
     return routes;
+}
+
+/// Only the expert of one slot.
+template <int E>
+__device__ __forceinline__ int routeSlot(float const* logits, int slot, int lane) {
+    RouterKeys<E> keys(logits, lane);
+    int expert = 0;
+    for (int i = 0; i <= slot; ++i) {
+        uint32_t top;
+        expert = keys.takeBest(lane, top);
+    }
+    return expert;
 }
 
 } // namespace flint

@@ -62,10 +62,14 @@ struct Slice {
         }
     }
 
-    /// acc[group] += share * x for GROUPS groups of eight tokens. `x(tile, half, group)` gives a lane its 8 values of a
-    /// tile's half (0, 1) for the group's token lane / 4, in activationOrder: instructions 2 half and 2 half + 1.
+    /// acc[group] = share * x for GROUPS groups of eight tokens, a sum over all columns in an order of its own.
+    /// `x(tile, half, group)` gives a lane its 8 values of a tile's half (0, 1) for the group's token lane / 4, in
+    /// activationOrder: instructions 2 half and 2 half + 1.
     template <int GROUPS, typename X>
     __device__ __forceinline__ void multiply(float (&acc)[GROUPS][4], int part, X const& x) const {
+        // Few groups: several accumulators, or each instruction would wait for the one before it.
+        constexpr int CHAINS = GROUPS == 1 ? 4 : 1;
+        float sums[GROUPS][CHAINS][4] = {};
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             uint32_t a[4][4];
@@ -84,10 +88,22 @@ struct Slice {
             for (int group = 0; group < GROUPS; ++group) {
                 uint4 const low = x(part * TILES + i, 0, group);
                 uint4 const high = x(part * TILES + i, 1, group);
-                mma16816(acc[group], a[0], low.x, low.y);
-                mma16816(acc[group], a[1], low.z, low.w);
-                mma16816(acc[group], a[2], high.x, high.y);
-                mma16816(acc[group], a[3], high.z, high.w);
+                mma16816(sums[group][0], a[0], low.x, low.y);
+                mma16816(sums[group][1 % CHAINS], a[1], low.z, low.w);
+                mma16816(sums[group][2 % CHAINS], a[2], high.x, high.y);
+                mma16816(sums[group][3 % CHAINS], a[3], high.z, high.w);
+            }
+        }
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float sum = sums[group][0][i];
+#pragma unroll
+                for (int chain = 1; chain < CHAINS; ++chain) {
+                    sum += sums[group][chain][i];
+                }
+                acc[group][i] = sum;
             }
         }
     }
@@ -121,36 +137,53 @@ struct SharedX {
     static constexpr int bytes(int columns) { return columns * TOKENS * 2; }
 };
 
-/// Activations in global memory, [tokens, K] with each 16 columns in activationOrder ("ordered"). Rows from `tokens` on
-/// read as zeros.
-struct OrderedX {
-    bf16 const* row; ///< of token lane / 4; nullptr for none
+/// A warp's share of the activations, brought from global to the warp's own shared memory by loads that are all under
+/// way together. (Loads straight into operand registers end up one by one just before their uses: the assembler saves
+/// registers. And one token would leave seven eighths of the lanes idle.) Layout as SharedX, for TILES tiles.
+template <int TILES, int TOKENS>
+struct StagedX {
+    static constexpr int kVECTORS = TILES * 2 * TOKENS * 4; ///< 16-byte vectors of shared memory a warp
+    static_assert(TILES * 4 <= kWARP);
+    uint4* base; ///< of this warp
+    int part;    ///< the share
     int lane;
 
-    __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
-        if (row == nullptr) {
-            return make_uint4(0, 0, 0, 0);
+    /// Stage rows [K] of `tokens` tokens; `row(token)` points to one, nullptr reads as zeros. ORDERED: each 16 columns
+    /// in activationOrder; else in plain order.
+    template <bool ORDERED, typename Row>
+    __device__ __forceinline__ void stage(int tokens, Row const& row) const {
+        int const tile = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int token = 0; token < TOKENS; ++token) {
+            bf16 const* const source = token < tokens ? row(token) : nullptr;
+            uint4 near = make_uint4(0, 0, 0, 0), far = near;
+            if (source != nullptr && tile < TILES) {
+                near = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16);
+                far = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16 + 8);
+            }
+            if constexpr (!ORDERED) {
+                // Half h needs columns 4h .. 4h + 3 and 8 + 4h .. 8 + 4h + 3, as pairs (c, c + 2), (c + 8, c + 10),
+                // then the same of c + 1.
+                uint4 const a = near, b = far;
+                near = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(b.x, b.y, 0x5410),
+                                  __byte_perm(a.x, a.y, 0x7632), __byte_perm(b.x, b.y, 0x7632));
+                far = make_uint4(__byte_perm(a.z, a.w, 0x5410), __byte_perm(b.z, b.w, 0x5410),
+                                 __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.z, b.w, 0x7632));
+            }
+            if (tile < TILES) {
+                base[((tile * 2 + 0) * TOKENS + token) * 4 + t] = near;
+                base[((tile * 2 + 1) * TOKENS + token) * 4 + t] = far;
+            }
         }
-        return *reinterpret_cast<uint4 const*>(row + tile * kTILE_COLUMNS + lane % 4 * 16 + half * 8);
+        __syncwarp();
     }
-};
-
-/// Activations in global memory in plain order.
-struct PlainX {
-    bf16 const* row; ///< of token lane / 4; nullptr for none
-    int lane;
 
     __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
-        if (row == nullptr) {
+        int const token = lane / 4;
+        if (TOKENS == 1 && token != 0) {
             return make_uint4(0, 0, 0, 0);
         }
-        // Half h needs columns 4h .. 4h + 3 and 8 + 4h .. 8 + 4h + 3, as pairs (c, c + 2), (c + 8, c + 10), (c + 1,
-        // ...).
-        bf16 const* const source = row + tile * kTILE_COLUMNS + lane % 4 * 16 + half * 4;
-        uint2 const near = *reinterpret_cast<uint2 const*>(source);
-        uint2 const far = *reinterpret_cast<uint2 const*>(source + 8);
-        return make_uint4(__byte_perm(near.x, near.y, 0x5410), __byte_perm(far.x, far.y, 0x5410),
-                          __byte_perm(near.x, near.y, 0x7632), __byte_perm(far.x, far.y, 0x7632));
+        return base[(((tile - part * TILES) * 2 + half) * TOKENS + token) * 4 + lane % 4];
     }
 };
 
