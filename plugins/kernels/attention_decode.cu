@@ -323,6 +323,9 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
     DecodeArguments a(params);
     a.max_splits = latency ? latencySplits(params.kv_heads, std::min(sms, kLATENCY_BLOCKS)) : kTHROUGHPUT_SPLITS;
     a.split_units = latency ? kLATENCY_UNITS : kTHROUGHPUT_UNITS;
+    if (params.window > 0 && (params.window + kMAX_TOKENS - 2) / kPAGE_TOKENS + 2 <= kUNSPLIT_UNITS) {
+        a.max_splits = 1; // a window is never split: launch no blocks for it
+    }
     int64_t const rows = params.tokens * params.heads * a.max_splits;
     auto* const workspace = static_cast<uint8_t*>(params.workspace);
     size_t const counters = counterBytes(params.sequences, params.kv_heads);

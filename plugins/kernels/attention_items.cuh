@@ -12,7 +12,7 @@ constexpr int kCHUNK = 16;
 constexpr int kUNIT = kPAGE_TOKENS / kCHUNK; // Chunks of a page: the unit in which an item's keys are handed out.
 constexpr int kCHUNK_BYTES = 2 * kCHUNK * kROW_BYTES;
 constexpr int kMAX_TOKENS = 8;
-constexpr int kUNSPLIT_UNITS = 4; // Up to here merging costs more than it saves.
+constexpr int kUNSPLIT_UNITS = 10; // Up to here merging costs more than it saves: a window of 513 keys and 8 tokens.
 
 struct DecodeArguments : Arguments {
     int max_splits;

@@ -25,13 +25,15 @@ __global__ void __launch_bounds__(Split<F, K>::kSPLIT* kWARP) linearDecodeKernel
                             (params.segment_row[1] != 0 && row >= params.segment_row[1]);
         scale *= __ldg(params.scale + segment);
     }
-    waitForPredecessor();
     allowSuccessor();
+    ReadySlice const ready(slice);
+    ready.hold(params.tokens < 0, params.y);
+    waitForPredecessor();
 
     X const x{staged + part * X::kVECTORS, part, lane};
     x.template stage<ORDERED>(params.tokens, [&](int token) { return params.x + int64_t{token} * K; });
     float acc[1][4];
-    slice.multiply(acc, part, x);
+    ready.multiply(acc, part, x);
     PartialSums const partial{sums};
     partial.store(acc[0], part, lane);
     __syncthreads();

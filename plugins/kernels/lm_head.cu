@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) lmHeadKernel(LmHea
     }
     NormWeights<H, THREADS> const normWeights(params.norm);
     float const scale = kRESTORE<F> * (params.scale == nullptr ? 1.0f : *params.scale);
-    waitForPredecessor();
     allowSuccessor();
+    waitForPredecessor();
 
     NormParams const norm{params.delta, params.residual, params.norm, nullptr, params.eps, live};
     normalizeRows<H, ROWS, THREADS>(

@@ -31,18 +31,17 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
     slice.template load<H>(params.gate_up + blockIdx.x * panelBytes(F, H), part, lane);
     float const gateScale = kRESTORE<F> * (params.gate_up_scale == nullptr ? 1.0f : params.gate_up_scale[0]);
     float const upScale = kRESTORE<F> * (params.gate_up_scale == nullptr ? 1.0f : params.gate_up_scale[1]);
+    allowSuccessor();
     float acc[1][4];
     if constexpr (SINGLE) {
         NormWeights<H, THREADS> const weights(params.norm);
         waitForPredecessor();
-        allowSuccessor();
         NormParams const norm{params.delta,        params.residual, params.norm,
                               params.residual_out, params.eps,      params.tokens};
         normalizeToken<H, THREADS>(norm, weights, blockIdx.x == 0, shared.x, shared.sums);
         slice.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
     } else {
         waitForPredecessor();
-        allowSuccessor();
         Rows const rows{staged + part * Rows::kVECTORS, part, lane};
         rows.template stage<true>(params.tokens, [&](int token) { return x + int64_t{token} * H; });
         slice.multiply(acc, part, rows);

@@ -106,14 +106,16 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
     }
     float const sharedScale =
         kRESTORE<F> * (params.shared_down_scale == nullptr ? 1.0f : __ldg(params.shared_down_scale));
-    waitForPredecessor();
     allowSuccessor();
+    ReadySlice const ready(slice);
+    ready.hold(params.tokens < 0, params.out);
+    waitForPredecessor();
 
     bf16 const* const act = isShared ? work.shared_act : work.act + int64_t{slot} * I;
     X const x{staged + warp * X::kVECTORS, part, lane};
     x.template stage<true>(1, [&](int) { return act; });
     float acc[1][4];
-    slice.multiply(acc, part, x);
+    ready.multiply(acc, part, x);
     PartialSums{sums}.store(acc[0], warp, lane);
     __syncthreads();
     if (threadIdx.x < kPANEL_ROWS) {
@@ -165,8 +167,8 @@ __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP
     } else if (warp < routes.count) {
         slice.template load<I>(weights(routes.distinct[warp]), 0, lane);
     }
-    waitForPredecessor();
     allowSuccessor();
+    waitForPredecessor();
 
     X x{staged + warp * X::kVECTORS, sharedPart, lane};
     if (sharedPart >= 0) {

@@ -95,40 +95,37 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
     auto& shared = *reinterpret_cast<RouteShared<F, H, TOKENS>*>(raw);
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
     int const panels = 2 * params.shared / kPANEL_ROWS, panel = blockIdx.x;
-    bool const isRouter = panel >= panels;
-    int const expert = (panel - panels) * PARTS + part;
-
-    SliceOf<F, H> slice;
-    RouterRow<R, H> row;
-    if (!isRouter) {
-        slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
-    } else if (expert < params.experts) {
-        row.load(static_cast<R const*>(params.router) + int64_t{expert} * H, lane);
-    }
-    if constexpr (TOKENS == 1) {
-        NormWeights<H, THREADS> const weights(params.norm);
-        waitForPredecessor();
-        allowSuccessor();
-        NormParams const norm{params.delta,        params.residual, params.norm,
-                              params.residual_out, params.eps,      params.tokens};
-        bool const first = blockIdx.x == 0;
-        normalizeRows<H, 1, THREADS>(
-            norm, weights, first, shared.x, shared.sums, [](int token) { return token; },
-            [&](int, int column, uint4 pairs) {
-                if (first) {
-                    auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
-                    target[0] = pairs.x; // pairs at places 0, 4, 8, 12 of the 16, or 2, 6, 10, 14
-                    target[2] = pairs.y;
-                    target[4] = pairs.z;
-                    target[6] = pairs.w;
-                }
-            });
-    } else {
-        waitForPredecessor();
-        allowSuccessor();
-        copyRows<H, TOKENS, THREADS>(work.x, params.tokens, shared.x);
-    }
-    if (isRouter) {
+    allowSuccessor();
+    auto const activations = [&] {
+        if constexpr (TOKENS == 1) {
+            NormWeights<H, THREADS> const weights(params.norm);
+            waitForPredecessor();
+            NormParams const norm{params.delta,        params.residual, params.norm,
+                                  params.residual_out, params.eps,      params.tokens};
+            bool const first = blockIdx.x == 0;
+            normalizeRows<H, 1, THREADS>(
+                norm, weights, first, shared.x, shared.sums, [](int token) { return token; },
+                [&](int, int column, uint4 pairs) {
+                    if (first) {
+                        auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
+                        target[0] = pairs.x; // pairs at places 0, 4, 8, 12 of the 16, or 2, 6, 10, 14
+                        target[2] = pairs.y;
+                        target[4] = pairs.z;
+                        target[6] = pairs.w;
+                    }
+                });
+        } else {
+            waitForPredecessor();
+            copyRows<H, TOKENS, THREADS>(work.x, params.tokens, shared.x);
+        }
+    };
+    if (panel >= panels) {
+        int const expert = (panel - panels) * PARTS + part;
+        RouterRow<R, H> row;
+        if (expert < params.experts) {
+            row.load(static_cast<R const*>(params.router) + int64_t{expert} * H, lane);
+        }
+        activations();
         if (expert < params.experts) {
             for (int token = 0; token < TOKENS && token < params.tokens; ++token) {
                 float const logit = row.template dot<TOKENS>(shared.x, token, lane);
@@ -139,6 +136,9 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
         }
         return;
     }
+    SliceOf<F, H> slice;
+    slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
+    activations();
     float acc[1][4];
     slice.multiply(acc, part, SharedX<TOKENS>{reinterpret_cast<uint4 const*>(shared.x), lane});
     PartialSums const partial{shared.partial};

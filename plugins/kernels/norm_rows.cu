@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kTHREADS<H>) normRowsKernel(NormParams const p
     int const column = live ? threadIdx.x * kNORM_COLUMNS : 0;
     float4 const w0 = __ldg(reinterpret_cast<float4 const*>(params.weight + column));
     float4 const w1 = __ldg(reinterpret_cast<float4 const*>(params.weight + column) + 1);
-    waitForPredecessor();
     allowSuccessor();
+    waitForPredecessor();
     int64_t const row = int64_t{blockIdx.x} * H;
     NormSegment segment;
     float squares = warpSum(live ? segment.load(params, row + column) : 0.0f);

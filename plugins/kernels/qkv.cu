@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kFINISH_WARPS* kWARP) qkvFinishKernel(QkvParam
     }
     bool const isQ = head < params.heads, isK = !isQ && head < params.heads + params.kv_heads;
     int const low = 2 * lane, high = low + kHEAD_DIM / 2;
+    allowSuccessor();
     // What the step's arrays and the weights say does not depend on the kernel before this one.
     int const position = __ldg(params.positions + token);
     bf16* target = params.q + (int64_t{token} * params.heads + head) * kHEAD_DIM;
@@ -51,7 +52,6 @@ __global__ void __launch_bounds__(kFINISH_WARPS* kWARP) qkvFinishKernel(QkvParam
         }
     }
     waitForPredecessor();
-    allowSuccessor();
 
     bf16 const* const source = raw + (int64_t{token} * heads + head) * kHEAD_DIM;
     uint32_t words[2] = {*reinterpret_cast<uint32_t const*>(source + low),

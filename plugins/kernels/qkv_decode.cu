@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) qkvProjectKernel(Q
         int const head = blockIdx.x * kPANEL_ROWS / kHEAD_DIM;
         scale *= __ldg(params.scale + (head >= params.heads) + (head >= params.heads + params.kv_heads));
     }
-    waitForPredecessor();
     allowSuccessor();
+    waitForPredecessor();
 
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
     normalizeToken<H, THREADS>(norm, weights, blockIdx.x == 0, shared.x, shared.sums);

@@ -62,28 +62,39 @@ struct Slice {
         }
     }
 
+    /// A operands of tile `i`.
+    __device__ __forceinline__ void operands(int i, uint32_t (&a)[4][4]) const {
+        if constexpr (kPACKED) {
+            dequantize(data[i][0], i % 2 == 0 ? scales[i / 2] : scales[i / 2] >> 16, a);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                a[j][0] = data[i][j].x;
+                a[j][1] = data[i][j].y;
+                a[j][2] = data[i][j].z;
+                a[j][3] = data[i][j].w;
+            }
+        }
+    }
+
     /// acc[group] = share * x for GROUPS groups of eight tokens, a sum over all columns in an order of its own.
     /// `x(tile, half, group)` gives a lane its 8 values of a tile's half (0, 1) for the group's token lane / 4, in
     /// activationOrder: instructions 2 half and 2 half + 1.
     template <int GROUPS, typename X>
     __device__ __forceinline__ void multiply(float (&acc)[GROUPS][4], int part, X const& x) const {
+        multiplyTiles<GROUPS>(acc, part, x, [&](int i, uint32_t (&a)[4][4]) { operands(i, a); });
+    }
+
+    template <int GROUPS, typename X, typename Operands>
+    static __device__ __forceinline__ void multiplyTiles(float (&acc)[GROUPS][4], int part, X const& x,
+                                                         Operands const& operandsOf) {
         // Few groups: several accumulators, or each instruction would wait for the one before it.
         constexpr int CHAINS = GROUPS == 1 ? 4 : 1;
         float sums[GROUPS][CHAINS][4] = {};
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             uint32_t a[4][4];
-            if constexpr (kPACKED) {
-                dequantize(data[i][0], i % 2 == 0 ? scales[i / 2] : scales[i / 2] >> 16, a);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    a[j][0] = data[i][j].x;
-                    a[j][1] = data[i][j].y;
-                    a[j][2] = data[i][j].z;
-                    a[j][3] = data[i][j].w;
-                }
-            }
+            operandsOf(i, a);
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 uint4 const low = x(part * TILES + i, 0, group);
@@ -106,6 +117,48 @@ struct Slice {
                 acc[group][i] = sum;
             }
         }
+    }
+};
+
+/// A share whose operands were made while the kernel had nothing else to do: before the wait for the activations.
+/// Dequantising takes as long as all else that follows the wait.
+template <WeightFormat F, int TILES>
+struct ReadySlice {
+    uint32_t a[TILES][4][4];
+
+    __device__ __forceinline__ explicit ReadySlice(Slice<F, TILES> const& slice) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            slice.operands(i, a[i]);
+        }
+    }
+
+    /// Keep the work here. The assembler would move it down to the operands' uses, to save registers; a branch that
+    /// uses them all holds it. `never` is false at run time, unknown at compile time; nothing is written then.
+    __device__ __forceinline__ void hold(bool never, void* sink) const {
+        if (F == WeightFormat::kNVFP4 && never) { // BF16 operands are what was loaded
+            auto* const words = static_cast<uint32_t volatile*>(sink);
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    words[(i * 16 + j) * kWARP] = a[i][j / 4][j % 4];
+                }
+            }
+        }
+    }
+
+    template <typename X>
+    __device__ __forceinline__ void multiply(float (&acc)[1][4], int part, X const& x) const {
+        Slice<F, TILES>::template multiplyTiles<1>(acc, part, x, [&](int i, uint32_t (&out)[4][4]) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    out[j][k] = a[i][j][k];
+                }
+            }
+        });
     }
 };
 
