@@ -11,56 +11,90 @@ namespace flint {
 
 namespace {
 
-/// Grid (2 I / 16, min(E, 6 T)): a panel of the blockIdx.y-th distinct expert.
-template <WeightFormat F, int H, int E, bool SINGLE>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
-    moeUpKernel(MoeParams const params, MoeDecodeWorkspace const work) {
-    constexpr int PARTS = Split<F, H>::kSPLIT;
-    using X = StagedX<Split<F, H>::kTILES, SINGLE ? 1 : kDECODE_TOKENS>;
-    extern __shared__ __align__(16) uint4 staged[]; // each warp's activations
-    __shared__ __align__(16) float sums[PartialSums::floats(PARTS)];
-    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, index = blockIdx.y;
-    X const x{staged + part * X::kVECTORS, part, lane};
-    auto const row = [&](int token) {
-        return work.x + int64_t{token} * H;
-    };
-    waitForPredecessor();
-    allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
-    int expert;
-    if constexpr (SINGLE) {
-        x.template stage<true>(1, row); // while the logits come
-        expert = routeSlot<E>(work.logits, index, lane);
-    } else {
-        if (index >= __ldcg(&work.routes->count)) {
-            return;
-        }
-        expert = __ldcg(work.routes->distinct + index);
-    }
-    SliceOf<F, H> slice;
-    int64_t const panel = int64_t{expert} * (2 * params.intermediate / kPANEL_ROWS) + blockIdx.x;
-    slice.template load<H>(params.up + panel * panelBytes(F, H), part, lane);
-    if constexpr (!SINGLE) {
-        x.template stage<true>(params.tokens, row);
-    }
+/// Panels of gate and up that a block of several tokens takes: it stages the activations once for all of them.
+constexpr int kUP_PANELS = 4;
+
+/// gate and up of a panel to act, for every pair whose expert it is.
+template <WeightFormat F, int PARTS, typename Chosen>
+__device__ __forceinline__ void storeActivations(MoeParams const& params, MoeDecodeWorkspace const& work,
+                                                 float const* sums, int expert, int panel, int firstPair, int pairs,
+                                                 Chosen const& chosen) {
+    PartialSums const partial{const_cast<float*>(sums)};
     float const gateScale = kRESTORE<F> * (params.up_scale == nullptr ? 1.0f : __ldg(params.up_scale + 2 * expert));
     float const upScale = kRESTORE<F> * (params.up_scale == nullptr ? 1.0f : __ldg(params.up_scale + 2 * expert + 1));
-    // The activations are read behind a barrier, which the weights' loads cannot pass: else the assembler would move
-    // each down to its use.
-    __syncthreads();
-    float acc[1][4];
-    slice.multiply(acc, part, x);
-    PartialSums const partial{sums};
-    partial.store(acc[0], part, lane);
-    __syncthreads();
-    for (int i = threadIdx.x; i < 8 * params.tokens * (SINGLE ? 1 : kTOP_K); i += PARTS * kWARP) {
-        int const row = i % 8, unit = blockIdx.x * 8 + row;
-        int const pair = SINGLE ? index : i / 8, token = SINGLE ? 0 : pair / kTOP_K;
-        if (SINGLE || __ldcg(work.routes->expert + pair) == expert) {
+    for (int i = threadIdx.x; i < 8 * pairs; i += PARTS * kWARP) {
+        int const row = i % 8, unit = panel * 8 + row, pair = firstPair + i / 8;
+        if (chosen(pair)) {
+            int const token = pair / kTOP_K;
             float const gate = partial.sum(PARTS, row, token) * gateScale;
             float const up = partial.sum(PARTS, row + 8, token) * upScale;
             work.act[int64_t{pair} * params.intermediate + unit / 16 * 16 + activationOrder(unit % 16)] =
                 swigluRouted(gate, up);
         }
+    }
+}
+
+/// One token. Grid (2 I / 16, 6): a panel of the expert in slot blockIdx.y.
+template <WeightFormat F, int H, int E>
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
+    moeUpSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
+    constexpr int PARTS = Split<F, H>::kSPLIT;
+    using X = StagedX<Split<F, H>::kTILES, 1>;
+    __shared__ __align__(16) uint4 staged[PARTS * X::kVECTORS];
+    __shared__ __align__(16) float sums[PartialSums::floats(PARTS)];
+    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, slot = blockIdx.y;
+    X const x{staged + part * X::kVECTORS, part, lane};
+    waitForPredecessor();
+    allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
+    x.template stage<true>(1, [&](int) { return work.x; }); // while the logits come
+    int const expert = routeSlot<E>(work.logits, slot, lane);
+    SliceOf<F, H> slice;
+    int64_t const panel = int64_t{expert} * (2 * params.intermediate / kPANEL_ROWS) + blockIdx.x;
+    slice.template load<H>(params.up + panel * panelBytes(F, H), part, lane);
+    // The activations are read behind a barrier, which the weights' loads cannot pass: else the assembler would move
+    // each down to its use.
+    __syncthreads();
+    float acc[1][4];
+    slice.multiply(acc, part, x);
+    PartialSums{sums}.store(acc[0], part, lane);
+    __syncthreads();
+    // The only token's sums stand in column 0, whatever the slot.
+    storeActivations<F, PARTS>(params, work, sums, expert, blockIdx.x, slot, 1, [](int) { return true; });
+}
+
+/// Several tokens. Grid (2 I / 16 / kUP_PANELS, min(E, 6 T)): some panels of the blockIdx.y-th distinct expert, the
+/// next one's weights loaded before the present ones are multiplied.
+template <WeightFormat F, int H>
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
+    moeUpKernel(MoeParams const params, MoeDecodeWorkspace const work) {
+    constexpr int PARTS = Split<F, H>::kSPLIT;
+    using X = StagedX<Split<F, H>::kTILES, kDECODE_TOKENS>;
+    extern __shared__ __align__(16) uint4 staged[]; // each warp's activations
+    __shared__ __align__(16) float sums[2][PartialSums::floats(PARTS)];
+    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, index = blockIdx.y;
+    waitForPredecessor();
+    allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
+    if (index >= __ldcg(&work.routes->count)) {
+        return;
+    }
+    int const expert = __ldcg(work.routes->distinct + index);
+    int const first = blockIdx.x * kUP_PANELS;
+    uint8_t const* const panels =
+        params.up + (int64_t{expert} * (2 * params.intermediate / kPANEL_ROWS) + first) * panelBytes(F, H);
+    SliceOf<F, H> slice;
+    slice.template load<H>(panels, part, lane);
+    X const x{staged + part * X::kVECTORS, part, lane};
+    x.template stage<true>(params.tokens, [&](int token) { return work.x + int64_t{token} * H; });
+    for (int i = 0; i < kUP_PANELS; ++i) {
+        float acc[1][4];
+        slice.multiply(acc, part, x);
+        if (i + 1 < kUP_PANELS) {
+            slice.template load<H>(panels + (i + 1) * panelBytes(F, H), part, lane);
+        }
+        PartialSums{sums[i % 2]}.store(acc[0], part, lane);
+        __syncthreads(); // one barrier a panel: the two sums alternate
+        storeActivations<F, PARTS>(params, work, sums[i % 2], expert, first + i, 0, params.tokens * kTOP_K,
+                                   [&](int pair) { return __ldcg(work.routes->expert + pair) == expert; });
     }
 }
 
@@ -240,14 +274,19 @@ constexpr size_t stagedBytes(int warps, int tokens) {
 template <WeightFormat F, int H, int E, int I, int S>
 cudaError_t launchShape(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
     bool const single = params.tokens == 1;
-    int const most = params.tokens * kTOP_K < E ? params.tokens * kTOP_K : E;
-    auto const up = single ? moeUpKernel<F, H, E, true> : moeUpKernel<F, H, E, false>;
-    int const tokens = single ? 1 : kDECODE_TOKENS;
-    size_t const upBytes = stagedBytes<F, H>(Split<F, H>::kSPLIT, tokens);
-    cudaError_t error = allowShared(up, upBytes);
-    if (error == cudaSuccess) {
-        error = launchOverlapped(up, dim3(2 * I / kPANEL_ROWS, most), dim3(Split<F, H>::kSPLIT * kWARP), upBytes,
-                                 stream, params, work);
+    int const panels = 2 * I / kPANEL_ROWS, tokens = single ? 1 : kDECODE_TOKENS;
+    static_assert(2 * I / kPANEL_ROWS % kUP_PANELS == 0);
+    dim3 const block(Split<F, H>::kSPLIT * kWARP);
+    cudaError_t error;
+    if (single) {
+        error = launchOverlapped(moeUpSingleKernel<F, H, E>, dim3(panels, kTOP_K), block, 0, stream, params, work);
+    } else {
+        auto const up = moeUpKernel<F, H>;
+        size_t const bytes = stagedBytes<F, H>(Split<F, H>::kSPLIT, tokens);
+        int const most = params.tokens * kTOP_K < E ? params.tokens * kTOP_K : E;
+        if (error = allowShared(up, bytes); error == cudaSuccess) {
+            error = launchOverlapped(up, dim3(panels / kUP_PANELS, most), block, bytes, stream, params, work);
+        }
     }
     if (error != cudaSuccess) {
         return error;

@@ -87,7 +87,7 @@ __device__ __forceinline__ void copyRows(bf16 const* rows, int tokens, uint32_t*
 /// Grid (2 S / 16 + ceil(E / kSPLIT)): first the shared expert's panels, then one router row per warp. One token is
 /// normalised here (and its row kept in work.x); of several work.x holds the normalised rows.
 template <WeightFormat F, typename R, int H, int TOKENS>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, F == WeightFormat::kNVFP4 ? 3 : 1)
     moeRouteKernel(MoeParams const params, MoeDecodeWorkspace const work) {
     constexpr int PARTS = Split<F, H>::kSPLIT;
     constexpr int THREADS = PARTS * kWARP;
@@ -138,9 +138,11 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
     }
     SliceOf<F, H> slice;
     slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
+    ReadySlice const ready(slice);
+    ready.hold(params.tokens < 0, work.logits);
     activations();
     float acc[1][4];
-    slice.multiply(acc, part, SharedX<TOKENS>{reinterpret_cast<uint4 const*>(shared.x), lane});
+    ready.multiply(acc, part, SharedX<TOKENS>{reinterpret_cast<uint4 const*>(shared.x), lane});
     PartialSums const partial{shared.partial};
     partial.store(acc[0], part, lane);
     __syncthreads();

@@ -16,26 +16,29 @@ struct ProjectShared {
 
 /// Grid ((Hq + 2 Hkv) 128 / 16); kSPLIT warps a block. raw [N] bf16: the rounded projection.
 template <WeightFormat F, int H>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) qkvProjectKernel(QkvParams const params, bf16* raw) {
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, F == WeightFormat::kNVFP4 ? 3 : 1)
+    qkvProjectKernel(QkvParams const params, bf16* raw) {
     constexpr int PARTS = Split<F, H>::kSPLIT, THREADS = PARTS * kWARP;
     __shared__ ProjectShared<F, H> shared;
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
 
     SliceOf<F, H> slice;
     slice.template load<H>(params.weight + blockIdx.x * panelBytes(F, H), part, lane);
-    NormWeights<H, THREADS> const weights(params.norm);
     float scale = kRESTORE<F>;
     if (params.scale != nullptr) {
         int const head = blockIdx.x * kPANEL_ROWS / kHEAD_DIM;
         scale *= __ldg(params.scale + (head >= params.heads) + (head >= params.heads + params.kv_heads));
     }
     allowSuccessor();
+    ReadySlice const ready(slice);
+    ready.hold(params.tokens < 0, raw);
+    NormWeights<H, THREADS> const weights(params.norm);
     waitForPredecessor();
 
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
     normalizeToken<H, THREADS>(norm, weights, blockIdx.x == 0, shared.x, shared.sums);
     float acc[1][4];
-    slice.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
+    ready.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
     PartialSums const partial{shared.partial};
     partial.store(acc[0], part, lane);
     __syncthreads();

@@ -60,7 +60,7 @@ class Bench:
     def __init__(self, skeleton: Path, weights: WeightFormat, scratch: Path) -> None:
         self.weights: WeightFormat = weights
         library = find_library()
-        directory = scratch / weights
+        self.directory = directory = scratch / weights
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(skeleton / weights, directory)
         info = library_info(library)
@@ -172,6 +172,51 @@ class Bench:
             median, p95 = min(times), max(times)
         return Record("prefill", self.weights, 1, tokens, tokens, round(median, 3), round(p95, 3), 0, 0.0, 0)
 
+    def load(self) -> Record:
+        """Write the weights to the engine's files, open it anew, and time that up to the first token."""
+        names = {t.name: t for file in full_size.files(self.weights) for t in file.tensors}
+        for file in full_size.files(self.weights):
+            path = self.directory / "weights" / file.name
+            with path.open("r+b") as out:
+                out.seek(path.stat().st_size - sum(t.bytes for t in file.tensors))
+                for tensor in file.tensors:
+                    data = full_size.device_tensor(self.executor._weight_addresses[tensor.name], names[tensor.name])
+                    out.write(data.view(torch.uint8).cpu().numpy().data)
+        size = self.executor._weights.size
+        self.close()
+        started = time.perf_counter()
+        self.executor = PluginHostExecutor.open(self.directory)
+        opened = time.perf_counter()
+        self.executor.allocate(64, slots=1, sample_slots=1)
+        self.executor.run("prefill", self.prefill_step(16))
+        taken = (time.perf_counter() - started) * 1e3
+        note = f"files in memory; {size / (opened - started) / 1e9:.1f} GB/s"
+        return Record("load", self.weights, 1, 16, 1, round(taken, 1), round(taken, 1), size, 0.0, 0, note)
+
+    def sample(self, rows: int) -> Record:
+        """Time the Sample op alone."""
+        from tests.gpu.ops import time_op
+
+        ones = torch.ones(rows, device="cuda")
+        zeros = torch.zeros(rows, device="cuda")
+        integers = torch.zeros(rows, dtype=torch.int32, device="cuda")
+        inputs = [
+            {
+                "logits": 3 * torch.randn(rows, FLINT.vocab_size, device="cuda"),
+                "temperature": ones, "top_k": integers + 20, "top_p": 0.95 * ones, "min_p": zeros,
+                "repetition_penalty": ones, "presence_penalty": zeros, "frequency_penalty": zeros,
+                "seed": torch.zeros(rows, 2, dtype=torch.int32, device="cuda"), "draw_index": integers,
+                "sample_slot": integers - 1,
+                "token_counts": torch.zeros(1, FLINT.vocab_size, dtype=torch.int32, device="cuda"),
+            }
+            for _ in range(4)
+        ]  # fmt: skip
+        median = time_op("Sample", {}, inputs)
+        size = rows * FLINT.vocab_size * 4
+        return Record(
+            "sample", "", rows, 0, rows, round(median, 5), round(median, 5), size, 0.0, 2, "top-k 20, top-p 0.95"
+        )
+
     def profile(self, launch: Callable[[], None], rounds: int = 5) -> tuple[list[tuple[str, int, float]], int]:
         """Kernel name, calls and total microseconds of one launch, largest first; and the number of kernels."""
         from torch.profiler import ProfilerActivity, profile
@@ -249,6 +294,8 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32_768, 100_000, 262_144])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048, 8192, 100_000])
     parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step and a prefill chunk")
+    parser.add_argument("--load", action="store_true", help="also time loading the weights from files in memory")
+    parser.add_argument("--sample", action="store_true", help="also time sampling alone")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file")
     args = parser.parse_args()
@@ -277,7 +324,15 @@ def main() -> None:
                 print(f"-- {name}: {count} kernels, {sum(r[2] for r in rows):.0f} us of kernel time")
                 for key, calls, total in rows[:18]:
                     print(f"   {total:9.1f} us {calls:4d} x {total / max(calls, 1):8.2f}  {key[:100]}")
+        if args.sample:
+            for rows in (1, 8, 64):
+                records.append(bench.sample(rows))
+                print(_line(records[-1]), flush=True)
+        if args.load:
+            records.append(bench.load())
+            print(_line(records[-1]), flush=True)
         bench.close()
+        args.sample = False
     if args.out:
         write(args.out, args.commit, floor, records)
 
