@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
 
 /// Warps of a block of the kernel below that take experts: as many as registers allow.
 template <WeightFormat F>
-constexpr int kEXPERT_WARPS = F == WeightFormat::kNVFP4 ? 14 : 8;
+constexpr int kEXPERT_WARPS = F == WeightFormat::kNVFP4 ? 10 : 8;
 
 /// Several tokens. Grid (H / 16): kEXPERT_WARPS warps take the distinct experts in turn, each a whole row of K, the
 /// next one's weights loaded before the present ones are multiplied; the other warps take the shared expert.

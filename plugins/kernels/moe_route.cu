@@ -87,7 +87,7 @@ __device__ __forceinline__ void copyRows(bf16 const* rows, int tokens, uint32_t*
 /// Grid (2 S / 16 + ceil(E / kSPLIT)): first the shared expert's panels, then one router row per warp. One token is
 /// normalised here (and its row kept in work.x); of several work.x holds the normalised rows.
 template <WeightFormat F, typename R, int H, int TOKENS>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, F == WeightFormat::kNVFP4 ? 3 : 1)
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     moeRouteKernel(MoeParams const params, MoeDecodeWorkspace const work) {
     constexpr int PARTS = Split<F, H>::kSPLIT;
     constexpr int THREADS = PARTS * kWARP;

@@ -16,7 +16,7 @@ struct ProjectShared {
 
 /// Grid ((Hq + 2 Hkv) 128 / 16); kSPLIT warps a block. raw [N] bf16: the rounded projection.
 template <WeightFormat F, int H>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, F == WeightFormat::kNVFP4 ? 3 : 1)
+__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     qkvProjectKernel(QkvParams const params, bf16* raw) {
     constexpr int PARTS = Split<F, H>::kSPLIT, THREADS = PARTS * kWARP;
     __shared__ ProjectShared<F, H> shared;

@@ -15,7 +15,9 @@ constexpr int kDECODE_TOKENS = 8; ///< Columns of the matrix instruction: the mo
 template <WeightFormat F, int K>
 struct Split {
     static constexpr int kALL_TILES = K / kTILE_COLUMNS;
-    static constexpr int kMOST = F == WeightFormat::kNVFP4 ? 8 : 4; ///< tiles that registers hold with ease
+    /// Tiles that registers hold with ease; in BF16 more of a long K, or the block would have too many threads for
+    /// them.
+    static constexpr int kMOST = F == WeightFormat::kNVFP4 ? 8 : kALL_TILES > 64 ? 6 : 4;
     static constexpr int kSPLIT = kALL_TILES > kMOST ? kALL_TILES / kMOST : 1;
     static constexpr int kTILES = kALL_TILES / kSPLIT;
     static_assert(K % kTILE_COLUMNS == 0 && kALL_TILES % kSPLIT == 0);
@@ -119,6 +121,16 @@ struct Slice {
         }
     }
 };
+
+/// Resident blocks a multiprocessor that kernels with a ReadySlice ask for: on 9.0 three fit without spills, and then
+/// all of a projection's blocks are resident together on an H200.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+template <WeightFormat F>
+constexpr int kREADY_BLOCKS = F == WeightFormat::kNVFP4 ? 3 : 1;
+#else
+template <WeightFormat F>
+constexpr int kREADY_BLOCKS = 1;
+#endif
 
 /// A share whose operands were made while the kernel had nothing else to do: before the wait for the activations.
 /// Dequantising takes as long as all else that follows the wait.
