@@ -10,7 +10,7 @@ COMPILED := build/.compiled
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: help setup plugins demo test test-gpu lint format bench clean
+.PHONY: help setup plugins demo test test-gpu lint format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -28,7 +28,7 @@ plugins: .venv/.created  ## Compile the plugin library for TARGETS
 	@if [ -n "$$(find $(SOURCES) -type f -newer $(COMPILED) -not -name '*.py[co]' | head -1)" ] || \
 	    ! { $(foreach t,$(TARGETS),grep -qw $(t) $(COMPILED) &&) true; }; then \
 	  echo "Installing into .venv and compiling the plugin library for $(TARGETS)"; \
-	  $(BIN)/pip install --quiet --no-build-isolation --editable ".[reference,rtx,dev]" \
+	  $(BIN)/pip install --quiet --no-build-isolation --editable ".[reference,rtx,cuda,dev]" \
 	    --config-settings=cmake.define.FLINT_TARGETS="$(subst $(space),;,$(TARGETS))" && echo $(TARGETS) > $(COMPILED); \
 	fi
 
@@ -41,7 +41,7 @@ demo: plugins  ## Build an engine from flint-nano and ask it something
 test: plugins  ## CPU tests
 	$(BIN)/pytest -m "not gpu"
 
-test-gpu: plugins  ## Tests that need a CUDA device
+test-gpu: plugins  ## Tests that need a CUDA device, and torch with CUDA
 	$(BIN)/pytest -m gpu
 
 lint: plugins  ## ruff, mypy, clang-format
@@ -59,6 +59,11 @@ format: plugins  ## Rewrite the sources in the project's style
 
 bench: plugins  ## Repacking speed and memory
 	$(BIN)/python -m tests.bench.bench_repack
+
+bench-gpu: plugins  ## Whole steps of the full-size model on this machine's GPU (needs torch with CUDA)
+	$(BIN)/python -m tests.bench.full_size build/skeleton
+	$(BIN)/python -m tests.bench.bench_gpu --skeleton build/skeleton --weights nvfp4 bf16 --sample --load \
+	  --commit $$(git rev-parse --short HEAD) --out tests/bench/results
 
 clean:  ## Remove what the targets made, but not .venv
 	rm -rf build $(ENGINE)

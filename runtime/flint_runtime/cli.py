@@ -89,7 +89,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.", show_default=False)],
     executor: Annotated[
         ExecutorChoice,
-        typer.Option(help="What runs the graph. reference: torch on the CPU, exact and slow. auto: the best one here."),
+        typer.Option(
+            help="What runs the graph. plugin-host: the GPU, without TensorRT. reference: torch on the CPU, exact and slow."
+        ),
     ] = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     thinking: Annotated[bool, typer.Option(help="Let the model think before it answers.")] = True,
