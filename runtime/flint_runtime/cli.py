@@ -90,7 +90,7 @@ def generate(
     executor: Annotated[
         ExecutorChoice,
         typer.Option(
-            help="What runs the graph. plugin-host: the GPU, without TensorRT. reference: torch on the CPU, exact and slow."
+            help="What runs the graph. plugin-host: a GPU, without TensorRT. reference: the CPU, exact and slow."
         ),
     ] = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
