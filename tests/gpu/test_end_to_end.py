@@ -3,9 +3,10 @@
 Logits: the plugins sum in FP32 in another order than the reference (FP64), so here and there a value rounds to the
 other BF16 neighbour (2^-8 of itself); over six layers with three such roundings each the differences add up like a
 random walk, sqrt(18) * 2^-8 = 0.017 of the logits' own deviation in the root mean square. LOGITS allows twice that.
-LARGEST is for the worst of some 10^5 logits, where a near-tie of the router may choose another expert: 0.40 was seen on
-an H200, and transformers' BF16 run is up to 0.9 from its own FP32 run on this model. Greedy tokens must be equal except
-where the reference's own margin is below LARGEST.
+LARGEST is for the worst of some 10^5 logits, where a near-tie of the router may choose another expert. It is an
+observation, not a derivation: first set to 0.1, raised after 0.23 and then 0.40 were seen on an H200 (transformers'
+BF16 run is up to 0.9 from its own FP32 run on this model). Greedy tokens do not share it: they must be equal except
+where the reference's own margin is below TIE.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.gpu.engines import MAX_BATCH, PREFILL_CHUNK, WEIGHTS, Weights, nano_e
 
 pytestmark = pytest.mark.gpu
 
-LOGITS, LARGEST = 0.034, 0.5
+LOGITS, LARGEST, TIE = 0.034, 0.5, 0.1
 """Of the logits' standard deviation: root mean square and largest difference."""
 WINDOW = 33
 NEW_TOKENS = 24
@@ -129,7 +130,7 @@ def check_tokens(case: Case, prompt: list[int], tokens: list[int]) -> None:
     logits = feed(case.reference, prompt + tokens[:-1], PREFILL_CHUNK)[len(prompt) - 1 :]
     for position, (row, token) in enumerate(zip(logits, tokens, strict=True)):
         margin = (row.max() - row[token]) / row.std()
-        assert margin < LARGEST, f"token {position}: {token}, the reference draws {row.argmax()} by {margin:.3f}"
+        assert margin < TIE, f"token {position}: {token}, the reference draws {row.argmax()} by {margin:.3f}"
 
 
 @pytest.mark.parametrize("index", range(5))
