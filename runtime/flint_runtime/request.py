@@ -1,0 +1,74 @@
+"""What the engine core is asked and what it answers: token ids only, no text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flint_runtime.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""Why a generation ended: a stop token, the length asked or the context, `EngineCore.abort`, a fault of this request."""
+
+
+class Grammar(Protocol):
+    """What a request's output must match, as far as it has come. Used by one request."""
+
+    def mask(self) -> npt.NDArray[np.int32]:
+        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a drawn token. False: it was not allowed (a bug)."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether only an end-of-sequence token may follow."""
+
+
+@dataclass
+class EngineRequest:
+    """One generation. The core reads it and changes nothing but the grammar's state."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    """After `with_defaults`."""
+    max_tokens: int
+    """Most tokens to generate; prompt and answer fit the context."""
+    stop_token_ids: frozenset[int]
+    """Tokens that end the generation: the request's own, and the end-of-sequence ids unless ignore_eos."""
+    eos_token_ids: frozenset[int]
+    """End-of-sequence ids: not drawn before min_tokens, ignore_eos or not."""
+    grammar: Grammar | None = None
+    arrival: float = 0.0
+    """time.monotonic() at which it came."""
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """A token with its logprob, and the likeliest tokens at its place, best first; as many as were asked for."""
+
+    token_id: int
+    logprob: float
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class CoreOutput:
+    """What a step brought a request."""
+
+    request_id: str
+    tokens: tuple[TokenOutput, ...]
+    """New ones: usually one, several with speculation, none where a request ends without."""
+    finish_reason: FinishReason | None = None
+    """Set on a request's last output."""
+    error: str | None = None
+    """With finish_reason "error": what is wrong."""
+    prompt_logprobs: tuple[TokenOutput | None, ...] | None = None
+    """Of every prompt token, if asked for; once, with the first token. The first entry is None."""
+    cached_tokens: int = 0
+    """Prompt tokens that prefix caching saved."""
