@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from flint_runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why a generation ended: a stop token, the length asked or the context, `EngineCore.abort`, a fault of this request."""
+"""Why a generation ended: a stop token, max_tokens, an abort, a fault of this request."""
 
 
 class Grammar(Protocol):
@@ -47,8 +47,7 @@ class EngineRequest:
     """time.monotonic() at which it came."""
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):  # of all tuples the quickest to make: there is one per token
     """A token with its logprob, and the likeliest tokens at its place, best first; as many as were asked for."""
 
     token_id: int
@@ -57,8 +56,7 @@ class TokenOutput:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class CoreOutput:
+class CoreOutput(NamedTuple):
     """What a step brought a request."""
 
     request_id: str
