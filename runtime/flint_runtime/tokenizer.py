@@ -29,6 +29,7 @@ class Tokenizer:
     Attributes:
         eos_token_ids: tokens that end a generation, from generation_config.json.
         defaults: the checkpoint's sampling defaults, from the same file.
+        thinking_start_id, thinking_end_id: the tokens <think> and </think>; None where the vocabulary has none.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,6 +61,8 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.thinking_start_id: int | None = self._tokenizer.token_to_id("<think>")
+        self.thinking_end_id: int | None = self._tokenizer.token_to_id("</think>")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens written in it are recognised, none are added."""
@@ -85,6 +88,16 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether `decode` leaves the token out by default."""
         return token_id in self._special_ids
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends inside an open thinking part, so that its answer goes on there."""
+        for token in reversed(prompt):
+            if token == self.thinking_start_id:
+                return True
+            # A special token starts another part of the conversation.
+            if token == self.thinking_end_id or self.is_special(token):
+                return False
+        return False
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """Start detokenising a stream."""

@@ -1,0 +1,151 @@
+"""Structured output: masks allow exactly what the grammar does, over flint-nano's vocabulary and a larger one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flint_runtime.errors import UsageError
+from flint_runtime.sampling_params import StructuredOutputsParams
+from flint_runtime.structured import GrammarCompiler, MaskedGrammar
+from flint_runtime.tokenizer import Tokenizer
+from tests.shapes import NANO_DIRECTORY
+
+TOKENIZER = Tokenizer(NANO_DIRECTORY)
+VOCAB = TOKENIZER.vocab_size + 64  # as a model whose embedding is padded
+COMPILER = GrammarCompiler(TOKENIZER, VOCAB)
+EOS = set(TOKENIZER.eos_token_ids)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+
+
+def allowed(grammar: MaskedGrammar) -> set[int]:
+    mask = grammar.mask()
+    assert mask.shape == (VOCAB // 32,) and mask.dtype == "int32"
+    return {v for v in range(VOCAB) if mask[v // 32] >> (v % 32) & 1}
+
+
+def matches(grammar: MaskedGrammar, text: str) -> bool:
+    """Whether a text, token by token, is allowed and complete; `mask` and `accept` agree."""
+    for token in TOKENIZER.encode(text):
+        fits = token in allowed(grammar)
+        assert grammar.accept(token) == fits
+        if not fits:
+            return False
+    return bool(EOS & allowed(grammar))
+
+
+@pytest.mark.parametrize(
+    ("params", "right", "wrong"),
+    [
+        (
+            {"json": SCHEMA},
+            ['{"city": "Paris", "degrees": 12}', '{\n  "city": "日本\\"",\n  "degrees": -3\n}'],
+            ['{"city": "Paris"}', "{}", '{"city": 1, "degrees": 12}', 'Sure: {"city": ""'],
+        ),
+        ({"json": json.dumps(SCHEMA)}, ['{"city":"","degrees":0}'], ["[]"]),
+        ({"regex": r"[0-9]{2}(a|é)*"}, ["12", "12aéa"], ["1", "123", "é"]),
+        ({"choice": ["yes", "no", "no way", 'q"\\\n']}, ["yes", "no", "no way", 'q"\\\n'], ["y", "nono", "maybe"]),
+        ({"grammar": 'root ::= "a" | "(" root ")"'}, ["a", "((a))"], ["(a", "()"]),
+        ({"grammar": 'start: "a" | "(" start ")"'}, ["a", "((a))"], ["(a", "()"]),
+    ],
+)
+def test_allows_what_matches(params: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    for text in right:
+        assert matches(COMPILER.compile(StructuredOutputsParams(**params)), text), text
+    for text in wrong:
+        assert not matches(COMPILER.compile(StructuredOutputsParams(**params)), text), text
+
+
+def test_a_complete_text_is_finished() -> None:
+    """Then nothing but an end may follow; a text that may go on is not."""
+    grammar = COMPILER.compile(StructuredOutputsParams(choice=["no", "no way"]))
+    assert matches(grammar, "no") and not grammar.finished
+    grammar = COMPILER.compile(StructuredOutputsParams(choice=["no"]))
+    assert matches(grammar, "no") and grammar.finished and allowed(grammar) == EOS
+    assert grammar.accept(min(EOS))
+
+
+def test_tokens_without_text_and_special_tokens_are_never_allowed() -> None:
+    found = allowed(COMPILER.compile(StructuredOutputsParams(regex=r"(?s:.)*")))
+    assert max(found) < TOKENIZER.vocab_size
+    assert {token for token in found if TOKENIZER.is_special(token)} == EOS
+
+
+def test_white_space_ends() -> None:
+    grammar = COMPILER.compile(StructuredOutputsParams(json=SCHEMA))
+    (space,) = TOKENIZER.encode(" ")
+    assert grammar.accept(TOKENIZER.encode("{")[0])
+    written = 0
+    while space in allowed(grammar):
+        assert grammar.accept(space) and written < 100
+        written += 1
+    assert allowed(grammar)
+
+
+def test_the_thinking_part_is_free() -> None:
+    """But cannot be the end of the answer."""
+    grammar = COMPILER.compile(StructuredOutputsParams(choice=["yes"]), thinking=True)
+    assert allowed(grammar) == set(range(VOCAB)) - EOS
+    for token in TOKENIZER.encode("Is it 12? yes"):
+        assert grammar.accept(token)
+    assert not grammar.accept(min(EOS)) and not grammar.finished
+    assert grammar.accept(TOKENIZER.encode("</think>")[0])
+    assert not EOS & allowed(grammar) and matches(grammar, "yes") and grammar.finished
+
+
+def test_requests_do_not_share_a_state() -> None:
+    """The second request gets the grammar from the cache."""
+    params = StructuredOutputsParams(choice=["ab"])
+    first, second = COMPILER.compile(params), COMPILER.compile(params)
+    assert matches(first, "ab") and matches(second, "ab")
+    assert COMPILER._matcher.cache_info().hits > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"json": "{"}, "structured_outputs.json"),
+        ({"json": {"type": "foo"}}, "foo"),
+        ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
+        ({"json": {"const": {1, 2}}}, "is not JSON"),
+        ({"json": {"type": "object", "unevaluatedProperties": False}}, "unevaluatedProperties"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "root ::= ("}, "structured_outputs.grammar"),
+    ],
+)
+def test_what_cannot_be_compiled(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        COMPILER.compile(StructuredOutputsParams(**params))
+
+
+def test_imports_no_torch() -> None:
+    code = "import sys; import flint_runtime.structured; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_open_thinking() -> None:
+    def opens(text: str) -> bool:
+        return TOKENIZER.opens_thinking(TOKENIZER.encode(text))
+
+    assert opens("<|user|>hi<|assistant|><think>") and opens("<think>so far")
+    assert not opens("<|user|>what is <think>?<|assistant|>") and not opens("<|assistant|><think>a</think>")
+    assert not opens("plain") and not opens("")
+
+
+def test_a_directory_without_ends(tmp_path: Path) -> None:
+    """Without end-of-sequence ids no grammar could let a text end."""
+    shutil.copy(NANO_DIRECTORY / "tokenizer.json", tmp_path)
+    with pytest.raises(UsageError, match="eos_token_id"):
+        GrammarCompiler(Tokenizer(tmp_path), VOCAB)
