@@ -158,8 +158,9 @@ class SamplingParams:
         return replace(self, **{n: every[n] for n in every if getattr(self, n) is None})
 
     def choice(self, index: int) -> SamplingParams:
-        """The parameters of one of the n answers; only after `with_defaults`."""
-        return replace(self, n=1, seed=((self.seed or 0) + index) & _SEED_BITS)
+        """The parameters of one of the n answers; only after `with_defaults`. The first alone reports the prompt."""
+        seed = ((self.seed or 0) + index) & _SEED_BITS
+        return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 
     def row(self, draw_index: int, sample_slot: int) -> RowSampling:
         """What the executor needs to draw the `draw_index`-th token; only after `with_defaults`."""

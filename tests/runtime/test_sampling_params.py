@@ -64,7 +64,8 @@ def test_s6_off_and_greedy() -> None:
 
 
 def test_s9_choices_have_seeds_of_their_own() -> None:
-    params = SamplingParams(n=3, seed=2**64 - 2, logit_bias={1: 2.0}).with_defaults({})
+    params = SamplingParams(n=3, seed=2**64 - 2, logit_bias={1: 2.0}, prompt_logprobs=2).with_defaults({})
+    assert [params.choice(i).prompt_logprobs for i in range(3)] == [2, None, None]
     assert [params.choice(i).seed for i in range(3)] == [2**64 - 2, 2**64 - 1, 0]
     assert params.choice(1).n == 1 and params.choice(1).logit_bias == {1: 2.0}
     with pytest.raises(UsageError, match="n must be 1 at temperature 0"):
