@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from flint_runtime.errors import FlintError
 
@@ -19,27 +28,34 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 _PLAIN_INTERVAL_S = 5.0
 
 
-class ByteProgress:
-    """Progress over a known number of bytes: a bar on a terminal, a plain line every few seconds elsewhere."""
+class CountProgress:
+    """Progress over a known number of things: a bar on a terminal, a plain line every few seconds elsewhere."""
 
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._done = label, max(total, 1), 0
+    def __init__(self, label: str, total: int, columns: Sequence[ProgressColumn], shown: Callable[[int], str]) -> None:
+        """Start it.
+
+        Args:
+            columns: of the bar, besides the label, the bar itself and the time that is left.
+            shown: how a count is written in a plain line.
+        """
+        self._label, self._total, self._done, self._shown = label, max(total, 1), 0, shown
         self._started = self._printed = time.monotonic()
         self._bar: Progress | None = None
         if err.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=err)
+            every = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+            self._bar = Progress(*every, console=err)
             self._task = self._bar.add_task(label, total=self._total)
             self._bar.start()
 
     def advance(self, count: int) -> None:
-        """Count `count` more bytes. May be called from several threads."""
+        """Count `count` more. May be called from several threads."""
         self._done += count
         if self._bar:
             self._bar.advance(self._task, count)
         elif time.monotonic() - self._printed > _PLAIN_INTERVAL_S:
             self._printed = time.monotonic()
-            err.print(f"{self._label}: {self._done / self._total:.0%} of {format_bytes(self._total)}", markup=False)
+            share = f"{self._done / self._total:.0%} of {self._shown(self._total)}"
+            err.print(f"{self._label}: {share}", markup=False)
 
     def close(self) -> None:
         """End the bar, or print the last plain line."""
@@ -47,13 +63,23 @@ class ByteProgress:
             self._bar.stop()
         else:
             seconds = time.monotonic() - self._started
-            err.print(f"{self._label}: {format_bytes(self._done)} in {seconds:.1f} s", markup=False)
+            err.print(f"{self._label}: {self._shown(self._done)} in {seconds:.1f} s", markup=False)
 
 
 @contextmanager
-def byte_progress(label: str, total: int) -> Iterator[ByteProgress]:
-    """A `ByteProgress` that is closed at the end of the block."""
-    progress = ByteProgress(label, total)
+def byte_progress(label: str, total: int) -> Iterator[CountProgress]:
+    """Progress over bytes, closed at the end of the block."""
+    progress = CountProgress(label, total, (DownloadColumn(), TransferSpeedColumn()), format_bytes)
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+@contextmanager
+def count_progress(label: str, total: int, unit: str) -> Iterator[CountProgress]:
+    """Progress over `total` things called `unit`, closed at the end of the block."""
+    progress = CountProgress(label, total, (MofNCompleteColumn(),), lambda count: f"{count:,} {unit}")
     try:
         yield progress
     finally:

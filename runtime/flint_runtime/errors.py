@@ -38,3 +38,7 @@ class ResourceError(FlintError):
     """Not enough disk, host memory or GPU memory."""
 
     exit_code = 5
+
+
+class EngineDeadError(FlintError):
+    """The engine died, or was shut down, while requests were running: they, and later ones, end with this."""

@@ -1,0 +1,180 @@
+"""LLMEngine: requests in words above the core's requests in ids. LLM and AsyncLLM both run on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flint_runtime.engine import Engine
+from flint_runtime.engine_core import CoreConfig, CoreStats, EngineCore
+from flint_runtime.errors import UsageError
+from flint_runtime.executors import ExecutorChoice, open_executor
+from flint_runtime.executors.base import Executor
+from flint_runtime.metrics import Metrics
+from flint_runtime.output_processor import OutputProcessor
+from flint_runtime.outputs import RequestOutput
+from flint_runtime.request import EngineRequest
+from flint_runtime.sampling_params import SamplingParams
+from flint_runtime.structured import GrammarCompiler
+from flint_runtime.tokenizer import Message, Tokenizer, Tool
+
+Prompt = str | Sequence[int]
+"""A text, in which special tokens are recognised, or token ids."""
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that was checked: its prompt's text if it came as one, and what the core gets for its n answers."""
+
+    request_id: str
+    prompt: str | None
+    choices: list[EngineRequest]
+
+
+class LLMEngine:
+    """Runs requests, a step at a time. Not thread-safe but for `prepare` and what it stands on.
+
+    Attributes:
+        tokenizer: the checkpoint's.
+        metrics: of every request so far.
+        stats: the core's figures after the last step, abort or addition.
+        max_model_len: most tokens of a prompt and its answer.
+    """
+
+    def __init__(self, core: EngineCore, executor: Executor, tokenizer: Tokenizer) -> None:
+        """Take over a core, and the executor that it runs on; nobody else may use them."""
+        self.tokenizer = tokenizer
+        self.metrics = Metrics()
+        self.max_model_len = core.max_model_len
+        self._core, self._executor = core, executor
+        self._outputs = OutputProcessor(tokenizer, self.metrics)
+        self.stats: CoreStats = core.stats()
+
+    @classmethod
+    def open(cls, directory: Path, executor: ExecutorChoice, config: CoreConfig) -> LLMEngine:
+        """Open an engine directory. Raises what `open_executor` and `EngineCore` do."""
+        engine = Engine.open(directory)
+        tokenizer = Tokenizer(engine.directory)
+        opened = open_executor(engine, executor)
+        return cls(EngineCore(opened, config), opened, tokenizer)
+
+    def close(self) -> None:
+        """Free the executor; requests that are running are lost."""
+        self._executor.close()
+
+    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> PreparedRequest:
+        """Check a request and put it in the core's terms. May be called from any thread.
+
+        Raises:
+            UsageError: the request cannot be served.
+        """
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if any(type(token) is not int for token in token_ids):
+            raise UsageError(f"The prompt must be a text or token ids, found {prompt!r:.100}.")
+        params = (params or SamplingParams()).with_defaults(self.tokenizer.defaults)
+        eos = frozenset(self.tokenizer.eos_token_ids)
+        structured = params.structured_outputs
+        # A text that matches its grammar can only end: then ignore_eos has no say.
+        stop = frozenset(params.stop_token_ids) | (eos if structured or not params.ignore_eos else frozenset())
+        thinking = self.tokenizer.opens_thinking(token_ids)
+        first = EngineRequest(
+            request_id,
+            token_ids,
+            params,
+            max_tokens=self._token_budget(len(token_ids), params.max_tokens),
+            stop_token_ids=stop,
+            eos_token_ids=eos,
+            arrival=time.monotonic(),
+        )
+        choices = [
+            replace(
+                first,
+                request_id=f"{request_id}#{index}",
+                params=params.choice(index),
+                grammar=self._grammars.compile(structured, thinking) if structured else None,
+            )
+            for index in range(params.n)
+        ]
+        return PreparedRequest(request_id, prompt if isinstance(prompt, str) else None, choices)
+
+    def prepare_chat(
+        self,
+        request_id: str,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        tools: Sequence[Tool] | None = None,
+        **template_kwargs: Any,
+    ) -> PreparedRequest:
+        """`prepare` for a conversation, rendered by the checkpoint's template."""
+        return self.prepare(request_id, self.tokenizer.render_chat(messages, tools, **template_kwargs), params)
+
+    def add_request(self, request: PreparedRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            UsageError: one of that id is running, or the core cannot serve it.
+        """
+        if request.request_id in self._outputs:
+            raise UsageError(f"A request with the id {request.request_id!r} is running; ids must differ.")
+        for choice in request.choices:
+            self._core.add(choice)
+        self._outputs.add_request(request.request_id, request.prompt, request.choices)
+        self.stats = self._core.stats()
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request: its last output, with finish_reason "abort"; None if it is not running."""
+        if request_id not in self._outputs:
+            return None
+        output, aborts = self._outputs.abort(request_id)
+        for core_id in aborts:
+            self._core.abort(core_id)
+        self.stats = self._core.stats()
+        return output
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the core: what it brought, one output per request at most."""
+        outputs, aborts = self._outputs.process(self._core.step())
+        for core_id in aborts:
+            self._core.abort(core_id)
+        self.stats = self._core.stats()
+        return outputs
+
+    def has_work(self) -> bool:
+        """Whether another step would do anything."""
+        return self._core.has_work()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request has not had its last output."""
+        return len(self._outputs) > 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """Every metric as plain values; see `Metrics.snapshot`. May be called from any thread."""
+        return self.metrics.snapshot(self.stats)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self._executor.config.vocab_size)
+
+    def _token_budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """How many tokens may be generated: max_tokens, or what the context leaves. Raises UsageError."""
+        context = self.max_model_len
+        if not prompt_tokens:
+            raise UsageError("The prompt is empty; a generation needs at least one token to start from.")
+        if prompt_tokens >= context:
+            raise UsageError(
+                f"The prompt has {prompt_tokens} tokens; this engine's context is {context} tokens, and at least one "
+                "must be left for the answer. Shorten the prompt, or build the engine with a larger --max-context."
+            )
+        if max_tokens is None:
+            return context - prompt_tokens
+        if prompt_tokens + max_tokens > context:
+            raise UsageError(
+                f"The prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than this "
+                f"engine's context of {context} tokens. Lower max_tokens to {context - prompt_tokens}, or shorten the "
+                "prompt."
+            )
+        return max_tokens

@@ -1,0 +1,274 @@
+"""The engine's thread over a fake core: hand-over, cancellation, death, shutdown, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+
+import pytest
+
+from flint_runtime.async_llm import AsyncLLM
+from flint_runtime.errors import EngineDeadError, FlintError, UsageError
+from flint_runtime.outputs import RequestOutput
+from flint_runtime.sampling_params import RequestOutputKind, SamplingParams
+from tests.runtime.fake_core import TOKENIZER, FakeCore, fake_engine
+
+FINAL = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+ENDLESS = SamplingParams(max_tokens=900)
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+@pytest.fixture
+def llm(core: FakeCore) -> Iterator[AsyncLLM]:
+    with AsyncLLM.from_factory(lambda: fake_engine(core)) as llm:
+        yield llm
+
+
+async def text_of(llm: AsyncLLM, prompt: str, params: SamplingParams = FINAL) -> str:
+    async for output in llm.generate(prompt, params):
+        last = output
+    return last.outputs[0].text
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a function to return something true."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+def endless(core: FakeCore) -> None:
+    """Let answers run to max_tokens, slowly enough to act in between."""
+    core.answer = lambda request: [5] * request.max_tokens
+    core.before_step = lambda: time.sleep(0.001)
+
+
+def test_many_requests_at_once(llm: AsyncLLM) -> None:
+    """They come while others run; each gets its own answer, and from two event loops at once."""
+
+    async def some(first: int) -> list[str]:
+        async def one(i: int) -> str:
+            await asyncio.sleep(i % 7 * 0.001)
+            return await text_of(llm, f"question {i}")
+
+        return await asyncio.gather(*(one(i) for i in range(first, first + 32)))
+
+    found: list[str] = []
+    other = threading.Thread(target=lambda: found.extend(asyncio.run(some(100))))
+    other.start()
+    assert asyncio.run(some(0)) == [f"question {i}" for i in range(32)]
+    other.join()
+    assert found == [f"question {i}" for i in range(100, 132)]
+
+
+def test_a_stream_comes_piece_by_piece(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        outputs = [o async for o in llm.generate("Paris Rome", SamplingParams(), "mine")]
+        ids = TOKENIZER.encode("Paris Rome")
+        assert [o.outputs[0].token_ids for o in outputs[:-1]] == [ids[: i + 1] for i in range(len(ids))]
+        assert outputs[-1].outputs[0].text == "Paris Rome"
+        assert {o.request_id for o in outputs} == {"mine"} and outputs[-1].finished
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "close"])
+def test_s1_who_stops_listening_aborts(llm: AsyncLLM, core: FakeCore, how: str) -> None:
+    endless(core)
+
+    async def listen() -> None:
+        async with aclosing(llm.generate("x", ENDLESS)) as outputs:
+            async for _ in outputs:
+                if how == "break":
+                    break
+
+    async def main() -> None:
+        if how == "close":
+            outputs = llm.generate("x", ENDLESS)
+            await anext(outputs)
+            await outputs.aclose()
+        else:
+            task = asyncio.create_task(listen())
+            await until(lambda: core.steps > 0)
+            if how == "cancel":
+                task.cancel()
+            await asyncio.wait([task])
+        steps = core.steps
+        await until(lambda: core.aborted)
+        assert core.steps <= steps + 2 and not core.running
+        await until(lambda: llm.snapshot()["running"] == 0)
+
+    asyncio.run(main())
+
+
+def test_s2_two_hundred_cancels(llm: AsyncLLM, core: FakeCore) -> None:
+    """Neighbours go on as if alone, and the next request succeeds."""
+    core.before_step = lambda: time.sleep(0.0005)
+
+    async def main() -> None:
+        doomed = [asyncio.create_task(text_of(llm, "so many words " * 20)) for _ in range(200)]
+        neighbours = [asyncio.create_task(text_of(llm, f"neighbour {i} " * 10)) for i in range(3)]
+        await until(lambda: len(core.running) == 203)
+        for task in doomed:
+            task.cancel()
+        assert [await task for task in neighbours] == [f"neighbour {i} " * 10 for i in range(3)]
+        assert await text_of(llm, "next") == "next"
+        assert len(core.aborted) == 200 and not core.running
+
+    asyncio.run(main())
+
+
+def test_abort(llm: AsyncLLM, core: FakeCore) -> None:
+    """The listener gets a last output; an unknown id is nothing."""
+    endless(core)
+
+    async def main() -> None:
+        outputs: list[RequestOutput] = []
+        async for output in llm.generate("x", ENDLESS, "a"):
+            outputs.append(output)
+            await llm.abort("a")
+            await llm.abort("nobody")
+        assert outputs[-1].outputs[0].finish_reason == "abort" and len(outputs) < 900
+
+    asyncio.run(main())
+
+
+def test_requests_that_cannot_be_served(llm: AsyncLLM, core: FakeCore) -> None:
+    endless(core)
+
+    async def main() -> None:
+        with pytest.raises(UsageError, match="prompt is empty"):
+            await text_of(llm, "")
+        first = llm.generate("x", ENDLESS, "same")
+        await anext(first)
+        with pytest.raises(UsageError, match="'same' is running"):
+            await anext(llm.generate("y", ENDLESS, "same"))
+        assert len(core.running) == 1 and (await anext(first)).outputs[0].text
+        await first.aclose()
+
+    asyncio.run(main())
+    assert llm.is_running
+
+
+def test_s3_when_the_engine_dies_everyone_hears(llm: AsyncLLM, core: FakeCore) -> None:
+    endless(core)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(text_of(llm, "x", ENDLESS)) for _ in range(20)]
+        await until(lambda: len(core.running) == 20)
+        assert llm.is_running and not llm.errored
+        core.fail = FlintError("the GPU is lost")
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError) and "the GPU is lost" in str(result)
+        assert llm.errored and not llm.is_running
+        with pytest.raises(EngineDeadError, match="the GPU is lost"):
+            await text_of(llm, "later")
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_s3_a_stuck_step_shows(llm: AsyncLLM, core: FakeCore) -> None:
+    release = threading.Event()
+    core.before_step = lambda: release.wait(10) and None
+
+    async def main() -> None:
+        assert llm.step_seconds == 0.0
+        task = asyncio.create_task(text_of(llm, "x"))
+        await until(lambda: llm.step_seconds > 0.05)
+        release.set()
+        assert await task == "x"
+
+    asyncio.run(main())
+    assert llm.step_seconds == 0.0
+
+
+def test_shutdown_ends_what_runs(llm: AsyncLLM, core: FakeCore) -> None:
+    endless(core)
+
+    async def main() -> None:
+        task = asyncio.create_task(text_of(llm, "x", ENDLESS))
+        await until(lambda: core.running)
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await task
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await text_of(llm, "later")
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    assert not llm.errored and not llm.is_running
+    llm.shutdown()  # again is nothing
+
+
+def test_an_engine_that_does_not_open() -> None:
+    def fail() -> None:
+        raise UsageError("no such engine")
+
+    with pytest.raises(UsageError, match="no such engine"):
+        AsyncLLM.from_factory(fail)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_is_forgotten_stops(core: FakeCore) -> None:
+    before = threading.active_count()
+    llm = AsyncLLM.from_factory(lambda: fake_engine(core))
+    assert threading.active_count() == before + 1
+    del llm
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_a_closed_event_loop_does_not_stop_the_engine(llm: AsyncLLM, core: FakeCore) -> None:
+    """Its requests are aborted; others go on."""
+    endless(core)
+    loop = asyncio.new_event_loop()
+    outputs = llm.generate("x", ENDLESS)
+    loop.run_until_complete(anext(outputs))
+    loop.close()
+    core.answer = lambda request: request.prompt
+    assert asyncio.run(text_of(llm, "other")) == "other"
+    assert not core.running and llm.is_running
+
+
+def test_an_idle_engine_sleeps(llm: AsyncLLM, core: FakeCore) -> None:
+    asyncio.run(text_of(llm, "x"))
+    time.sleep(0.05)
+    steps, used = core.steps, time.process_time()
+    time.sleep(0.2)
+    assert core.steps == steps and time.process_time() - used < 0.1
+
+
+def test_s13_memory_is_flat(llm: AsyncLLM, core: FakeCore) -> None:
+    """Thousands of requests, some aborted, leave no object behind."""
+    prompt = TOKENIZER.encode("abc")
+    stop = SamplingParams(stop=["c"])
+
+    async def one(i: int) -> None:
+        async with aclosing(llm.generate(prompt, stop if i % 2 else None, f"r{i}")) as outputs:  # type: ignore[arg-type]
+            async for _ in outputs:
+                if i % 5 == 0:
+                    break
+
+    async def some(first: int, count: int) -> int:
+        for start in range(first, first + count, 50):
+            await asyncio.gather(*(one(i) for i in range(start, start + 50)))
+        await until(lambda: not core.running)
+        core.aborted.clear()
+        gc.collect()
+        return len(gc.get_objects())
+
+    async def main() -> list[int]:
+        await some(0, 200)
+        return [await some(200, 1000), await some(1200, 2000)]
+
+    before, after = asyncio.run(main())
+    assert after - before < 200
+    worker = llm._worker
+    assert not worker._streams and worker._commands.empty()
