@@ -1,0 +1,323 @@
+"""The scheduler: which sequences run in the next step, and with which tokens. It knows ids and numbers only.
+
+Iteration-level batching over two kinds of steps. A decode step takes the next token of every running stream; a prefill
+step takes chunks of prompts. While streams are running the two alternate, and a prefill step takes only as many tokens
+as keep it near a target duration. Whoever came first is served first: in a step, at admission, and when memory runs
+out, where the latest running sequence gives its place back and is computed anew later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from flint_plugins.ops import PAGE_TOKENS
+from flint_runtime.kv_cache import KVCacheManager
+from flint_runtime.manifest import LOW_LATENCY_TOKENS, Limits, Phase
+from flint_runtime.prefill_budget import PrefillBudget
+from flint_runtime.sequence import Sequence, Status
+
+# An extra cut of a prompt costs a short step: on an H200 about 20 ms, as 512 tokens take 29 ms and 8,192 take 131 ms.
+_CUT_TOKENS = 4096
+"""Prompts of which so many tokens must be computed are cut at their last page boundary, so that the sliding state there
+can be kept: it is a quarter more at worst, and whoever comes back saves all of it. Shorter prompts are kept where it
+costs nothing: where the ring still has the boundary, and at the boundaries that their answers cross."""
+_SHARED_CUT_TOKENS = 1024
+"""The same for the boundary up to which another prompt had the same pages: others with this prefix are likely."""
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """One step: per sequence where its tokens start and how many they are."""
+
+    phase: Phase
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    proposals: dict[int, list[int]] = field(default_factory=dict)
+    """Speculation, by index in `sequences`: the tokens after the first one."""
+    admitted: list[Sequence] = field(default_factory=list)
+    """Sequences that got a place since the last step, whether or not they run in this one."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Slots to copy before the step, one after the other."""
+    work: float = 0.0
+    """Of a prefill step: see `PrefillBudget`."""
+
+
+class Scheduler:
+    """Holds every live sequence."""
+
+    def __init__(
+        self, kv: KVCacheManager, limits: Limits, *, target_seconds: float, num_speculative_tokens: int = 0
+    ) -> None:
+        """
+        Args:
+            target_seconds: how long a prefill step may take while streams are running.
+            num_speculative_tokens: most proposed tokens of a sequence in a step.
+        """
+        self.waiting: deque[Sequence] = deque()
+        """In order of arrival."""
+        self.running: list[Sequence] = []
+        """Sequences with a place, in order of arrival."""
+        self.preemptions = 0
+        self.prefix_queries = 0
+        """Prompt tokens that were looked up in the prefix cache, when their sequence first got a place,"""
+        self.prefix_hits = 0
+        """and those that were found."""
+        self._kv = kv
+        self._limits = limits
+        self._budget = PrefillBudget(target_seconds)
+        self._most_proposed = min(num_speculative_tokens, LOW_LATENCY_TOKENS - 1)
+        self._leaving = 0
+        """Sequences whose place is free once the steps in flight are read,"""
+        self._preempted = 0
+        """and those of them that will wait for another."""
+        self._blocked: tuple[int, int] | None = None
+        """The first waiting sequence for which there was no room, and the releases up to then."""
+        self._admitted: list[Sequence] = []
+        self._last_phase: Phase = "decode"
+
+    # --- Requests -------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence, wherever it stands. Its place is given back when no step in flight uses it."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.PREEMPTED:
+            self._preempted -= 1
+        elif sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._leave(sequence)
+        sequence.status = Status.FINISHED
+
+    def step_read(self, sequence: Sequence) -> None:
+        """The results of a step in flight with this sequence were read."""
+        sequence.in_flight -= 1
+        if not sequence.in_flight and sequence.status is not Status.RUNNING:
+            self._leaving -= 1
+            self._preempted -= sequence.status is Status.PREEMPTED
+            self._release(sequence)
+
+    def record(self, step: ScheduledStep, seconds: float) -> None:
+        """Learn from a step's duration."""
+        if step.work:
+            self._budget.record(step.work, seconds)
+
+    # --- Steps ----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step; None where nothing can run before the steps in flight are read, or nothing is to do."""
+        step = None
+        if self._last_phase == "decode":
+            step = self._prefill() or self._decode()
+        else:
+            step = self._decode() or self._prefill()
+        if step is not None:
+            self._last_phase = step.phase
+            step.admitted, self._admitted = self._admitted, []
+            step.copies = self._kv.take_copies()
+        return step
+
+    def _decode(self) -> ScheduledStep | None:
+        """The next token of every stream whose last one is known, or on the device."""
+        step = ScheduledStep("decode")
+        sequences, starts, counts = step.sequences, step.starts, step.counts
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            index += 1
+            start, total = sequence.num_computed, sequence.num_tokens
+            if total - start != 1 or total == sequence.max_length:
+                continue
+            if sequence.synchronous and len(sequence.tokens) != total:
+                continue
+            if start >= sequence.next_boundary and not self._enter_page(sequence):
+                continue
+            sequences.append(sequence)
+            starts.append(start)
+            counts.append(1)
+        if not sequences:
+            return None
+        if self._most_proposed:
+            self._speculate(step)
+        for sequence in sequences:
+            sequence.num_computed += 1
+            sequence.num_tokens += 1
+            sequence.in_flight += 1
+        return step
+
+    def _speculate(self, step: ScheduledStep) -> None:
+        """Give proposed tokens to the streams in order, as far as the step and the memory go."""
+        left = self._limits.decode_tokens - len(step.sequences)
+        for index, sequence in enumerate(step.sequences):
+            start = step.starts[index]
+            # The last token that may be generated needs no place.
+            most = min(self._most_proposed, left, sequence.max_length - sequence.num_tokens - 1)
+            if most < 1 or sequence.lookup is None:
+                continue
+            proposed = sequence.lookup.propose(most)
+            # Never by preempting others: whether it helps is not known.
+            if not proposed or not self._kv.grow(sequence.table, start + 1 + len(proposed)):
+                continue
+            step.proposals[index] = proposed
+            step.counts[index] += len(proposed)
+            sequence.num_written = start + 1 + len(proposed)
+            left -= len(proposed)
+
+    def _enter_page(self, sequence: Sequence) -> bool:
+        """A stream reaches a page boundary: keep what can be used again, and get the next page.
+
+        False where there is none: either it comes with the steps in flight, or this sequence had to go.
+        """
+        start = sequence.num_computed
+        self._keep_prefix(sequence)
+        while not self._kv.grow(sequence.table, start + 1):
+            if self._leaving:
+                return False
+            latest = self.running[-1]
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        sequence.next_boundary = (start // PAGE_TOKENS + 1) * PAGE_TOKENS
+        return True
+
+    def _prefill(self) -> ScheduledStep | None:
+        """Chunks of the prompts, those that have a place first."""
+        step = ScheduledStep("prefill")
+        tokens, rows = self._limits.prefill_chunk, self._limits.logits_rows
+        share = 1.0
+        """Of the target duration that is left."""
+        candidates = [s for s in self.running if s.num_tokens - s.num_computed > 1]
+        paced = len(candidates) < len(self.running)
+        while tokens and rows and share > 0 and len(step.sequences) < self._limits.max_batch:
+            candidate = candidates.pop(0) if candidates else self._admit()
+            if candidate is None:
+                break
+            sequence = candidate
+            start = sequence.num_computed
+            if sequence.num_tokens - start == 1:  # All but the last token was cached: it is decoded.
+                continue
+            most = tokens
+            if paced:
+                full = self._budget.tokens(start)
+                most = min(most, max(1, int(share * full)))
+            if sequence.wants_prompt_logprobs:
+                most = min(most, rows)
+            count = self._chunk(sequence, most)
+            if paced:
+                share -= count / full
+            self._keep_prefix(sequence)
+            step.sequences.append(sequence)
+            step.starts.append(start)
+            step.counts.append(count)
+            step.work += PrefillBudget.work(start, count)
+            tokens -= count
+            rows -= count if sequence.wants_prompt_logprobs else 1
+        if not step.sequences:
+            return None
+        for sequence, count in zip(step.sequences, step.counts, strict=True):
+            sequence.num_computed += count
+            if sequence.num_computed == sequence.num_tokens:
+                sequence.num_tokens += 1
+            sequence.in_flight += 1
+        return step
+
+    def _chunk(self, sequence: Sequence, most: int) -> int:
+        """How many of at most `most` tokens to take: to a boundary that is to be kept, else to the end of a page."""
+        start, total = sequence.num_computed, sequence.num_tokens
+        end = min(start + most, total)
+        for boundary in sequence.boundaries:
+            if start < boundary < end:
+                return boundary - start
+        if end < total and end // PAGE_TOKENS * PAGE_TOKENS > start:
+            end = end // PAGE_TOKENS * PAGE_TOKENS
+        return end - start
+
+    # --- Places ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> Sequence | None:
+        """Give the first waiting sequence a place, if there is room: nobody overtakes it."""
+        if not self.waiting or self._preempted:
+            return None
+        sequence = self.waiting[0]
+        attempt = (sequence.number, self._kv.releases)
+        if attempt == self._blocked:
+            return None
+        # Every running stream may soon need a page: without them it would only come to preempt the newcomer again.
+        reuse = not sequence.wants_prompt_logprobs
+        table = self._kv.open(sequence.tokens, reuse=reuse, headroom=len(self.running))
+        if table is None:
+            self._blocked = attempt
+            return None
+        self.waiting.popleft()
+        self.running.append(sequence)
+        self._admitted.append(sequence)
+        sequence.status = Status.RUNNING
+        sequence.table = table
+        sequence.num_computed = cached = table.cached_tokens
+        sequence.num_written = 0
+        sequence.next_boundary = 0
+        if reuse and not sequence.admitted:
+            sequence.cached_tokens = cached
+            self.prefix_queries += sequence.num_prompt
+            self.prefix_hits += cached
+        sequence.admitted = True
+        total = sequence.num_tokens
+        last = (total - 1) // PAGE_TOKENS * PAGE_TOKENS
+        sequence.boundaries = []
+        if table.shared_tokens - cached >= _SHARED_CUT_TOKENS:
+            sequence.boundaries.append(table.shared_tokens)
+        if last - cached >= _CUT_TOKENS and total - last > self._kv.slack and last not in sequence.boundaries:
+            sequence.boundaries.append(last)
+        return sequence
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        """Register a sequence's full pages, and keep its sliding state at the last boundary if that is still there."""
+        kv, table = self._kv, sequence.table
+        computed = min(sequence.num_computed, len(sequence.tokens))
+        if computed // PAGE_TOKENS == 0:
+            return
+        kv.register(table, sequence.tokens, computed)
+        boundary = computed // PAGE_TOKENS * PAGE_TOKENS
+        written = max(sequence.num_written, sequence.num_computed)
+        if boundary <= table.cached_tokens or written - boundary > kv.slack:
+            return
+        prompt_end = (sequence.num_prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
+        if sequence.num_tokens - sequence.num_computed > 1 and boundary not in sequence.boundaries:
+            return
+        kv.snapshot(table, boundary, rolling=boundary > prompt_end)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.preemptions += 1
+        sequence.status = Status.PREEMPTED
+        self._preempted += sequence.in_flight > 0
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.in_flight:
+            self._leaving += 1
+        else:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take the place of a sequence that no step in flight uses; a preempted one waits for another."""
+        if sequence.tainted:
+            self._kv.forget(sequence.table)
+        else:
+            self._keep_prefix(sequence)
+        self._kv.close(sequence.table)
+        del sequence.table
+        if sequence in self._admitted:
+            self._admitted.remove(sequence)
+        if sequence.status is Status.PREEMPTED:
+            sequence.status = Status.WAITING
+            sequence.num_computed = 0
+            index = 0
+            while index < len(self.waiting) and self.waiting[index].number < sequence.number:
+                index += 1
+            self.waiting.insert(index, sequence)

@@ -1,0 +1,127 @@
+"""A request as the scheduler and the engine core see it while it lives."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from flint_runtime.kv_cache import BlockTable
+from flint_runtime.prompt_lookup import PromptLookup
+from flint_runtime.request import EngineRequest, TokenOutput
+
+
+class Status(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """It has lost its place, but a step in flight still uses it; then it waits."""
+    FINISHED = "finished"
+    """It ended or was aborted; it goes with the last step in flight that uses its place."""
+
+
+class Sequence:
+    """One request's tokens and how far they have come.
+
+    `num_tokens` tokens exist, of which `tokens` are known here and one may be drawn but not read yet; K and V of
+    `num_computed` of them are computed, once the submitted steps have run. More than one left to compute: a prompt (or,
+    after a preemption, all tokens so far) in prefill. Exactly one: the token that the next decode step takes.
+    """
+
+    __slots__ = (
+        "admitted",
+        "banning",
+        "biased",
+        "boundaries",
+        "cached_tokens",
+        "draw_head",
+        "in_flight",
+        "lookup",
+        "max_length",
+        "next_boundary",
+        "num_computed",
+        "num_prompt",
+        "num_tokens",
+        "num_top",
+        "num_written",
+        "number",
+        "prompt_logprobs",
+        "request",
+        "status",
+        "synchronous",
+        "table",
+        "tainted",
+        "tokens",
+        "wants_prompt_logprobs",
+    )
+
+    def __init__(self, request: EngineRequest, number: int, *, speculative: bool) -> None:
+        params = request.params
+        self.request = request
+        self.number = number
+        """In order of arrival."""
+        self.status = Status.WAITING
+        self.tokens = list(request.prompt)
+        """Prompt and the generated tokens that were read."""
+        self.num_prompt = len(self.tokens)
+        self.num_tokens = self.num_prompt
+        self.num_computed = 0
+        self.num_written = 0
+        """With speculation: tokens that were written to the ring, rejected ones included, if more than num_computed."""
+        self.max_length = self.num_prompt + request.max_tokens
+        self.in_flight = 0
+        """Submitted steps with this sequence whose results were not read."""
+        self.table: BlockTable
+        """Its place; only while it has one."""
+        self.next_boundary = 0
+        """The next start of a step at which pages and snapshots must be seen to."""
+        self.boundaries: list[int] = []
+        """Where prefill is cut for a snapshot."""
+        self.admitted = False
+        """Whether it ever had a place."""
+        self.tainted = False
+        """Whether what it computed must not be used again."""
+        self.cached_tokens = 0
+        """Prompt tokens that prefix caching saved, when it first ran."""
+        self.lookup: PromptLookup | None = (
+            PromptLookup(self.tokens) if speculative and _may_speculate(request) else None
+        )
+        """Proposes its next tokens."""
+        self.synchronous = self.lookup is not None or request.grammar is not None
+        """Whether its last token must be known here before its next step is made."""
+        self.biased = False
+        """Whether its slot has a logit bias."""
+        self.banning = False
+        """Whether that bias holds stop tokens back until min_tokens."""
+        self.num_top = params.logprobs or 0
+        self.wants_prompt_logprobs = params.prompt_logprobs is not None
+        """Until they are handed out."""
+        self.prompt_logprobs: list[TokenOutput | None] = [None]
+        row = params.row(0, 0)
+        self.draw_head = (
+            row.temperature,
+            row.top_k,
+            row.top_p,
+            row.min_p,
+            row.repetition_penalty,
+            row.presence_penalty,
+            row.frequency_penalty,
+            row.seed,
+        )
+        """The fields of RowSampling that are the same for every draw."""
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens that were read."""
+        return len(self.tokens) - self.num_prompt
+
+
+def _may_speculate(request: EngineRequest) -> bool:
+    """Whether several tokens may be drawn in one step.
+
+    Not where a draw depends on the draws before it: a penalty counts them, a grammar's mask follows from them, and
+    the bias that holds stop tokens back ends with one of them. Logprobs are the model's own and may be asked for.
+    """
+    params = request.params
+    penalties = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    return not (penalties or request.grammar or params.logit_bias or params.min_tokens)
