@@ -209,8 +209,10 @@ class Bench:
                 "temperature": ones, "top_k": integers + 20, "top_p": 0.95 * ones, "min_p": zeros,
                 "repetition_penalty": ones, "presence_penalty": zeros, "frequency_penalty": zeros,
                 "seed": torch.zeros(rows, 2, dtype=torch.int32, device="cuda"), "draw_index": integers,
-                "sample_slot": integers - 1,
+                "sample_slot": integers - 1, "forced_token": integers - 1, "sample_flags": integers,
                 "token_counts": torch.zeros(1, FLINT.vocab_size, dtype=torch.int32, device="cuda"),
+                "last_tokens": integers[:1], "logit_bias": torch.zeros(1, FLINT.vocab_size, device="cuda"),
+                "token_mask": torch.zeros(1, FLINT.vocab_size // 32, dtype=torch.int32, device="cuda"),
             }
             for _ in range(4)
         ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from flint_runtime.executors.host_library import HostLibrary
 from flint_runtime.executors.plugin_host import PluginHostExecutor
 from flint_runtime.executors.reference import ReferenceExecutor
 from flint_runtime.executors.staging import RESULT_ARRAYS, Sizes, pack, page_table_width
-from flint_runtime.executors.step import STEP_ARRAYS, RowSampling, SequencePart, build_step
+from flint_runtime.executors.step import STEP_ARRAYS, RowSampling, SequencePart, build_step, from_slot, sampling_states
 from flint_runtime.manifest import MANIFEST_NAME, Limits
 from tests.runtime.engines import build_reference_engine
 from tests.runtime.fake_cuda import FakeCuda, ReferenceHost
@@ -115,9 +116,10 @@ def steps() -> Iterator[tuple[str, list[SequencePart]]]:
     for _ in range(3):
         yield "decode", [part(i, 1, [-1]) for i in range(3)]
     yield "decode", [part(1, 3, [0, 1, 2]), part(0, 1, [-1])]
+    yield "decode", [replace(part(2, 1, [-1]), token_ids=[from_slot(1)])]
 
 
-def test_results_equal_the_reference_executors(host: PluginHostExecutor, directory: Path) -> None:
+def test_results_equal_the_reference_executors(host: PluginHostExecutor, fake: FakeCuda, directory: Path) -> None:
     reference = ReferenceExecutor.open(directory)
     for executor in (host, reference):
         executor.allocate(pages=12, slots=3, sample_slots=2)
@@ -127,11 +129,9 @@ def test_results_equal_the_reference_executors(host: PluginHostExecutor, directo
         found, expected = (e.run(phase, step, logits=True) for e in (host, reference))  # type: ignore[arg-type]
         for name in (*RESULT_ARRAYS, "logits"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
-    counts = host._states["token_counts"]
-    size = 4 * 2 * host.config.vocab_size
-    memory = next(m for start, m in cuda._runtime().device.items() if start <= counts < start + len(m))
-    at = counts - memory.ctypes.data
-    np.testing.assert_array_equal(memory[at : at + size].view(np.int32), reference.states["token_counts"].flatten())
+    for name, state in sampling_states(host.config.vocab_size).items():
+        rows = fake.bytes_at(host._states[name], 2 * state.row_bytes).view(state.dtype)
+        np.testing.assert_array_equal(rows, reference.states[name].flatten(), name)
 
 
 def test_a_step_is_one_copy_each_way(host: PluginHostExecutor, fake: FakeCuda) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flint_runtime.executors.step import Pools, RowSampling, SequencePart, StepError, build_step, check_step
+from flint_runtime.executors.step import (
+    Pools,
+    RowSampling,
+    SequencePart,
+    StepError,
+    build_step,
+    check_step,
+    from_slot,
+)
 from flint_runtime.manifest import PHASES, Limits
 from tests.shapes import NANO
 
@@ -41,8 +49,30 @@ def test_build_step() -> None:
     assert step.seed.tolist() == [[0, 0], [-1, 7], [0, 0]]
     assert step.draw_index.tolist() == [0, 4, 0]
     assert step.sample_slot.tolist() == [-1, -1, 1]
+    assert step.forced_token.tolist() == [-1, -1, -1]
+    assert step.sample_flags.tolist() == [0, 0, 0]
     for phase in PHASES:
         check_step(step, phase, NANO, LIMITS, POOLS)
+
+
+def test_bias_mask_and_forced_tokens() -> None:
+    rows = [
+        RowSampling(forced_token=767),
+        RowSampling(sample_slot=0, use_bias=True),
+        RowSampling(sample_slot=1, use_mask=True),
+        RowSampling(sample_slot=1, use_bias=True, use_mask=True),
+    ]
+    step = build_step([SequencePart([1, 2, 3, 4], 0, [0], 0, list(enumerate(rows)))])
+    assert step.forced_token.tolist() == [767, -1, -1, -1]
+    assert step.sample_flags.tolist() == [0, 1, 2, 3]
+    check_step(step, "prefill", NANO, LIMITS, POOLS)
+
+
+def test_tokens_of_a_slot() -> None:
+    assert [from_slot(slot) for slot in (0, 1)] == [-1, -2]
+    step = build_step([SequencePart([from_slot(1)], 9, [0], 0, [(0, GREEDY)])])
+    assert step.token_ids.tolist() == [-2]
+    check_step(step, "decode", NANO, LIMITS, POOLS)
 
 
 def test_padding_is_accepted() -> None:
@@ -65,7 +95,8 @@ def changed(**arrays: Any) -> Any:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (changed(token_ids=[4, 5, 6, 7, 768]), "token_ids must be from 0 to 767"),
+        (changed(token_ids=[4, 5, 6, 7, 768]), "token_ids must be from -2 to 767"),
+        (changed(token_ids=[4, 5, from_slot(2), 7, 8]), "token_ids must be from -2 to 767, found -3 to 8"),
         (changed(token_ids=[4, 5, 6, 7]), "positions has T = 5, expected 4"),
         (changed(positions=[61, 62, 63, 0, 1]), "positions"),
         (changed(query_start=[0, 3, 6]), "query_start"),
@@ -78,6 +109,10 @@ def changed(**arrays: Any) -> Any:
         (changed(ring_slot=[1, 1]), "share a ring slot"),
         (changed(logits_rows=[0, 2, 5]), "logits_rows"),
         (changed(sample_slot=[0, 0, 2]), "sample_slot must be from -1 to 1"),
+        (changed(forced_token=[-2, 0, 0]), "forced_token must be from -1 to 767"),
+        (changed(forced_token=[-1, 768, 0]), "forced_token must be from -1 to 767"),
+        (changed(sample_flags=[0, 0, 4]), "sample_flags must be from 0 to 3"),
+        (changed(sample_flags=[0, 2, 0]), "a bias or a mask needs a sample_slot"),
         (changed(temperature=[0, 0, 0]), "temperature must be float32"),
         (build_step([SequencePart([1], 0, [0], 0)]), "a row of logits"),
         (build_step([SequencePart([1] * 65, 0, [0, 1], 0, [(0, GREEDY)])]), "at most 64 tokens, found 65"),

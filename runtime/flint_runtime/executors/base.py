@@ -17,14 +17,14 @@ __all__ = ["NO_TOKEN", "PROMPT_FLAG", "Executor", "Pools", "Step", "StepResult"]
 PROMPT_FLAG = 1 << 30
 """Added to a token's count where the token stands in the prompt."""
 NO_TOKEN = -1
-"""Drawn where a row's logits are not finite."""
+"""Drawn where a row's logits are not finite, or its bias and mask forbid every token."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What a step returns, per row of logits_rows.
 
-    tokens [R] int32 (NO_TOKEN where the row is not finite), their logprobs [R] float32, the 20 likeliest tokens
+    tokens [R] int32 (or NO_TOKEN), their logprobs [R] float32, the 20 likeliest tokens
     top_tokens [R, 20] int32 with top_logprobs [R, 20] float32, best first. logits [R, V] float32 only if asked for.
     """
 
@@ -51,12 +51,13 @@ class Executor(ABC):
 
     @abstractmethod
     def allocate(self, pages: int, slots: int, sample_slots: int) -> None:
-        """Allocate the states, dropping earlier ones. The content of KV pools is undefined, counts are zero.
+        """Allocate the states, dropping earlier ones. The content of KV pools is undefined; sampling states
+        start as `sampling_states` says.
 
         Args:
             pages: of 64 tokens, in every full layer.
             slots: rings in every sliding layer; sequences that can be alive at once.
-            sample_slots: rows of token_counts.
+            sample_slots: rows of the sampling states.
         Raises:
             ResourceError: not enough memory.
         """
@@ -72,7 +73,7 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, phase: Phase, step: Step, *, logits: bool = False) -> StepResult:
-        """Run one step; KV pools and token_counts are updated in place.
+        """Run one step; KV pools, token_counts and last_tokens are updated in place.
 
         Args:
             logits: whether to return the logits, too.

@@ -27,7 +27,7 @@ def table(rows: dict[str, int]) -> str:
 def largest_context(plan: MemoryPlan, free: int, sequences: int) -> int:
     """Longest context in tokens, at most the engine's, of `sequences` sequences whose states fit `free` bytes."""
     limits = plan.limits
-    left = free - sequences * (plan.slot_bytes + plan.config.vocab_size * 4)
+    left = free - sequences * (plan.slot_bytes + plan.sample_slot_bytes)
     if left < 0:
         return 0
     if not plan.page_bytes:
@@ -78,7 +78,7 @@ def pools_error(engine: Engine, pools: Pools, weight_bytes: int, arena_bytes: in
         "activations and workspace": arena_bytes,
         f"KV cache, full layers ({pools.pages:,} pages of {PAGE_TOKENS} tokens)": pools.pages * plan.page_bytes,
         f"KV cache, sliding layers ({pools.slots:,} slots)": pools.slots * plan.slot_bytes,
-        "token counts": pools.sample_slots * plan.config.vocab_size * 4,
+        "sampling states": pools.sample_slots * plan.sample_slot_bytes,
     }
     sequences = max(1, pools.slots)
     context = largest_context(plan, cuda.memory_info()[0] - HEADROOM_BYTES, sequences)

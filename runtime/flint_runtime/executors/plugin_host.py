@@ -38,7 +38,7 @@ from flint_runtime.executors.staging import (
     page_table_width,
     step_arrays,
 )
-from flint_runtime.executors.step import STEP_ARRAYS, Float32, Pools, Step, check_step
+from flint_runtime.executors.step import STEP_ARRAYS, Float32, Pools, Step, check_step, sampling_states
 from flint_runtime.executors.weight_loader import plan_weights, upload_weights
 from flint_runtime.manifest import PHASES, Phase, ring_tokens
 
@@ -153,7 +153,7 @@ class PluginHostExecutor(Executor):
         """Load a phase's graph and check that everything it reads will be there."""
         path = self.engine.graph_path(phase)
         file = load_graph(path)
-        known = {*STEP_ARRAYS, "token_counts"}
+        known = {*STEP_ARRAYS, *sampling_states(self.config.vocab_size)}
         missing = sorted(n for n in file.inputs if n not in known and not n.startswith("kv.") and n not in weights)
         if missing:
             raise EngineError(
@@ -170,7 +170,7 @@ class PluginHostExecutor(Executor):
     # --- States ---------------------------------------------------------------------------------------------------
 
     def allocate(self, pages: int, slots: int, sample_slots: int) -> None:
-        """Allocate the pools in one piece; see `Executor.allocate`. Their content is undefined, counts are zero."""
+        """Allocate the states in one piece; see `Executor.allocate`."""
         config = self.config
         pools = Pools(pages, slots, sample_slots)
         per_head = config.num_key_value_heads * 2 * config.head_dim * _BF16_BYTES
@@ -179,8 +179,8 @@ class PluginHostExecutor(Executor):
             * (pages * PAGE_TOKENS if config.is_full(layer) else slots * ring_tokens(config.sliding_window))
             for layer in range(config.num_hidden_layers)
         }
-        counts_bytes = sample_slots * config.vocab_size * np.dtype(np.int32).itemsize
-        sizes["token_counts"] = counts_bytes
+        sampling = sampling_states(config.vocab_size)
+        sizes |= {name: sample_slots * state.row_bytes for name, state in sampling.items()}
         offsets, end = {}, 0
         for name, size in sizes.items():
             offsets[name] = end
@@ -196,7 +196,8 @@ class PluginHostExecutor(Executor):
         except cuda.CudaError as error:
             raise gpu_memory.pools_error(self.engine, pools, self._weights.size, self._arena.size, str(error)) from None
         self._states = {name: self._pool_memory.address + offset for name, offset in offsets.items()}
-        self._stream.fill(self._states["token_counts"], 0, counts_bytes)
+        for name, state in sampling.items():  # 0 or -1: every byte is the same
+            self._stream.fill(self._states[name], state.initial & 0xFF, sizes[name])
         self._stream.wait()
         self._pools = pools
 

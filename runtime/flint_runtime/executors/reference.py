@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 import torch
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from flint_runtime.errors import EngineError, ResourceError
 from flint_runtime.executors.base import PROMPT_FLAG, Executor, StepResult
 from flint_runtime.executors.reference_ops import REFERENCE_OPS
 from flint_runtime.executors.reference_weights import DEFAULT_BUDGET_BYTES, WeightCache
-from flint_runtime.executors.step import Pools, Step, check_step
+from flint_runtime.executors.step import Pools, Step, check_step, sampling_states
 from flint_runtime.manifest import PHASES, Phase, ring_tokens
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int8: "i8"}
@@ -51,7 +52,7 @@ class _Graph:
 
 
 class ReferenceExecutor(Executor):
-    """Runs an engine on the CPU. `states` are its KV pools and token_counts by graph input name."""
+    """Runs an engine on the CPU. `states` are its KV pools and sampling states by graph input name."""
 
     def __init__(self, engine: Engine, cache_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
         """Load the graphs and weights of an opened engine.
@@ -71,7 +72,7 @@ class ReferenceExecutor(Executor):
                 raise EngineError(f"{path} cannot be read: {error}. Copy the engine again or rebuild it.") from None
         self._graphs: dict[Phase, _Graph] = {phase: _load_graph(engine.graph_path(phase)) for phase in PHASES}
         for phase, graph in self._graphs.items():
-            known = {*self._weights, *Step.__dataclass_fields__, "token_counts"}
+            known = {*self._weights, *Step.__dataclass_fields__, *sampling_states(self.config.vocab_size)}
             missing = sorted(n for n in graph.inputs - known if not n.startswith("kv."))
             if missing:
                 raise EngineError(
@@ -85,7 +86,7 @@ class ReferenceExecutor(Executor):
         return cls(Engine.open(directory))
 
     def allocate(self, pages: int, slots: int, sample_slots: int) -> None:
-        """Allocate zeroed states; see `Executor.allocate`."""
+        """Allocate the states, KV pools zeroed; see `Executor.allocate`."""
         config = self.config
         per_slot = (config.num_key_value_heads, 2, ring_tokens(config.sliding_window), config.head_dim)
         per_page = (config.num_key_value_heads, 2, PAGE_TOKENS, config.head_dim)
@@ -94,8 +95,10 @@ class ReferenceExecutor(Executor):
             for layer in range(config.num_hidden_layers):
                 shape = (pages, *per_page) if config.is_full(layer) else (slots, *per_slot)
                 self.states[f"kv.{layer}"] = torch.zeros(shape, dtype=torch.bfloat16)
-            self.states["token_counts"] = torch.zeros(sample_slots, config.vocab_size, dtype=torch.int32)
-        except RuntimeError as error:
+            for name, state in sampling_states(config.vocab_size).items():
+                array = np.full((sample_slots, *state.shape), state.initial, state.dtype)
+                self.states[name] = torch.from_numpy(array)
+        except (RuntimeError, MemoryError) as error:
             raise ResourceError(
                 f"{pages} pages and {slots} slots of KV do not fit the host's memory ({error}). Ask for less context."
             ) from None

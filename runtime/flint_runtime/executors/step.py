@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flint_plugins.ops import PAGE_TOKENS
+from flint_plugins.ops import MASK_TOKENS, PAGE_TOKENS, USE_BIAS, USE_MASK
 from flint_runtime.config import ModelConfig
 from flint_runtime.errors import FlintError
 from flint_runtime.manifest import LOW_LATENCY_TOKENS, Limits, Phase
@@ -21,7 +21,14 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 NO_SLOT = -1
-"""sample_slot of a row without penalties, whose token is not counted."""
+"""sample_slot of a row without penalties, bias and mask, whose token is not recorded."""
+DRAW = -1
+"""forced_token of a row that draws its token."""
+
+
+def from_slot(slot: int) -> int:
+    """The token id that stands for the token last drawn for a sample slot, which the host need not know yet."""
+    return -1 - slot
 
 
 class StepError(FlintError):
@@ -33,7 +40,8 @@ class RowSampling:
     """How to draw the token that follows one row of logits. The defaults are greedy.
 
     `seed` are the two words of a 64-bit seed; `draw_index` counts the draws of a sequence, so that no two share random
-    numbers; `slot` is the sequence's row of token_counts.
+    numbers; `sample_slot` is the sequence's row of the sampling states. With `forced_token` the row returns this token
+    and its logprob, and changes no state. `use_bias` and `use_mask` apply the slot's logit_bias and token_mask.
     """
 
     temperature: float = 0.0
@@ -46,6 +54,14 @@ class RowSampling:
     seed: tuple[int, int] = (0, 0)
     draw_index: int = 0
     sample_slot: int = NO_SLOT
+    forced_token: int = DRAW
+    use_bias: bool = False
+    use_mask: bool = False
+
+    @property
+    def sample_flags(self) -> int:
+        """The flags as bits."""
+        return USE_BIAS * self.use_bias | USE_MASK * self.use_mask
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class SequencePart:
     """What one sequence contributes to a step: its tokens from position `start` on."""
 
     token_ids: Sequence[int]
+    """In the vocabulary, or `from_slot`."""
     start: int
     pages: Sequence[int]
     """Pages of the global pool, in order of the positions they hold; must cover start + len(token_ids)."""
@@ -85,6 +102,8 @@ class Step:
     seed: Int32
     draw_index: Int32
     sample_slot: Int32
+    forced_token: Int32
+    sample_flags: Int32
 
     def arrays(self) -> dict[str, Int32 | Float32]:
         """Every array by the name of the graph input it feeds."""
@@ -109,8 +128,12 @@ STEP_ARRAYS: dict[str, tuple[type[np.int32 | np.float32], tuple[str, ...]]] = {
     "seed": (np.int32, ("R", "2")),
     "draw_index": (np.int32, ("R",)),
     "sample_slot": (np.int32, ("R",)),
+    "forced_token": (np.int32, ("R",)),
+    "sample_flags": (np.int32, ("R",)),
 }
 """Dtype and shape of a step's arrays; symbols as in `flint_plugins.ops`."""
+_SAMPLING_ARRAYS = tuple(name for name, (_, shape) in STEP_ARRAYS.items() if shape[0] == "R" and name != "logits_rows")
+"""Those that RowSampling has attributes for."""
 
 
 def build_step(parts: Sequence[SequencePart], table_width: int | None = None) -> Step:
@@ -131,12 +154,12 @@ def build_step(parts: Sequence[SequencePart], table_width: int | None = None) ->
             rows.append(first + range(len(part.token_ids))[index])
             sampling.append(how)
     draws: dict[str, Any] = {}
-    for f in fields(RowSampling):
-        values = np.array([getattr(how, f.name) for how in sampling])
-        if f.name == "seed":  # words may be given signed or unsigned: keep their bits
-            draws[f.name] = (values.astype(np.int64).reshape(-1, 2) & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+    for name in _SAMPLING_ARRAYS:
+        values = np.array([getattr(how, name) for how in sampling])
+        if name == "seed":  # words may be given signed or unsigned: keep their bits
+            draws[name] = (values.astype(np.int64).reshape(-1, 2) & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
         else:
-            draws[f.name] = values.astype(STEP_ARRAYS[f.name][0])
+            draws[name] = values.astype(STEP_ARRAYS[name][0])
     return Step(
         token_ids=np.array([t for p in parts for t in p.token_ids], np.int32),
         positions=np.array([p.start + i for p in parts for i in range(len(p.token_ids))], np.int32),
@@ -158,7 +181,31 @@ class Pools:
     slots: int
     """Rings in every sliding layer."""
     sample_slots: int
-    """Rows of token_counts."""
+    """Rows of the sampling states."""
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """What Sample keeps of every sample slot: dtype and shape of one row, and the value that it starts from."""
+
+    dtype: type[np.int32 | np.float32]
+    shape: tuple[int, ...]
+    initial: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+def sampling_states(vocab_size: int) -> dict[str, SamplingState]:
+    """The states with a row for every sample slot, by graph input: no counts, no token, no bias, all tokens allowed."""
+    return {
+        "token_counts": SamplingState(np.int32, (vocab_size,), 0),
+        "last_tokens": SamplingState(np.int32, (), -1),
+        "logit_bias": SamplingState(np.float32, (vocab_size,), 0),
+        "token_mask": SamplingState(np.int32, (vocab_size // MASK_TOKENS,), -1),
+    }
 
 
 def check_step(step: Step, phase: Phase, config: ModelConfig, limits: Limits, pools: Pools) -> None:
@@ -199,9 +246,13 @@ def check_step(step: Step, phase: Phase, config: ModelConfig, limits: Limits, po
     expected = np.concatenate([np.arange(n - k, n) for n, k in zip(seq_lens, new, strict=True)])
     if not np.array_equal(step.positions[:used], expected):
         raise StepError("positions must be those of each sequence's last new tokens, in order")
-    _range("token_ids", step.token_ids, 0, config.vocab_size)
+    _range("token_ids", step.token_ids, -pools.sample_slots, config.vocab_size)
     _range("logits_rows", step.logits_rows, 0, tokens)
     _range("sample_slot", step.sample_slot, NO_SLOT, pools.sample_slots)
+    _range("forced_token", step.forced_token, DRAW, config.vocab_size)
+    _range("sample_flags", step.sample_flags, 0, (USE_BIAS | USE_MASK) + 1)
+    if ((step.sample_flags != 0) & (step.sample_slot == NO_SLOT)).any():
+        raise StepError("a row with a bias or a mask needs a sample_slot, which holds them, found -1")
     active = new > 0
     if config.sliding_layers:
         _range("ring_slot", step.ring_slot[active], 0, pools.slots)
