@@ -168,11 +168,16 @@ class SamplingParams:
         values: dict[str, Any] = {name: getattr(self, name) for name in _ROW_FIELDS}
         assert None not in values.values(), "with_defaults was not called"
         return RowSampling(
-            **values, seed=(seed & 0xFFFFFFFF, seed >> 32), draw_index=draw_index, sample_slot=sample_slot
+            **values,
+            seed=(seed & 0xFFFFFFFF, seed >> 32),
+            draw_index=draw_index,
+            sample_slot=sample_slot,
+            use_bias=bool(self.logit_bias),
+            use_mask=self.structured_outputs is not None,
         )
 
 
-_ROW_FIELDS = tuple({f.name for f in fields(RowSampling)} & {f.name for f in fields(SamplingParams)} - {"seed"})
+_ROW_FIELDS = tuple(RowSampling.__annotations__.keys() & SamplingParams.__annotations__.keys() - {"seed"})
 
 
 def _is_finite(value: object) -> bool:

@@ -87,6 +87,8 @@ def test_the_checkpoint_overrides_and_the_request_wins() -> None:
 def test_row() -> None:
     params = SamplingParams(0.5, 0.9, 7, 0.1, 1.2, 0.3, 0.4, seed=(5 << 32) + 6).with_defaults({})
     assert params.row(2, 1) == RowSampling(0.5, 7, 0.9, 0.1, 1.2, 0.3, 0.4, (6, 5), 2, 1)
+    params = SamplingParams(0.5, logit_bias={1: 1.0}, structured_outputs=StructuredOutputsParams(regex="a"))
+    assert params.with_defaults({}).row(0, 0).use_bias and params.with_defaults({}).row(0, 0).use_mask
     assert SamplingParams(seed=-1).with_defaults({}).row(0, 0).seed == (0xFFFFFFFF, 0xFFFFFFFF)
 
 
