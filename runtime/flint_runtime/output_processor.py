@@ -86,11 +86,10 @@ class OutputProcessor:
         choice.last_token_time = now
 
     def _report(self, request: _Request, now: float) -> RequestOutput | None:
-        finished = request.finished
-        if finished:
+        if not request.unfinished:
             del self._requests[request.request_id]
             self._metrics.finish(request.record(now))
-        if request.output_kind is RequestOutputKind.FINAL_ONLY and not finished:
+        elif request.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return request.output()
 
@@ -108,10 +107,7 @@ class _Request:
         self.prompt_logprobs: list[Logprobs | None] | None = None
         thinking = tokenizer.opens_thinking(first.prompt)
         self.choices = [_Choice(self, i, core, tokenizer, thinking) for i, core in enumerate(choices)]
-
-    @property
-    def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        self.unfinished = len(self.choices)
 
     def output(self) -> RequestOutput:
         """The next output, in the form that the request wants."""
@@ -122,7 +118,7 @@ class _Request:
             self.prompt,
             self.prompt_token_ids,
             [choice.output(delta) for choice in self.choices if choice.changed or not delta],
-            self.finished,
+            not self.unfinished,
             self.prompt_logprobs,
             self.cached_tokens,
             RequestMetrics(self.arrival, self.first_token_time, max(last, default=None)),
@@ -194,6 +190,7 @@ class _Choice:
         if self._detokenizer.stop_text is not None:
             reason, self._stop_reason, error = "stop", self._detokenizer.stop_text, None
         self.changed = True
+        self.request.unfinished -= 1
         self.finish_reason, self.error = reason, error
 
     def output(self, delta: bool) -> CompletionOutput:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flint_runtime.request import FinishReason
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Logprob:
     """Of one token at one place, in the model's own distribution."""
 
@@ -21,7 +21,7 @@ Logprobs = dict[int, Logprob]
 """By token id: the token at that place, and the likeliest ones as many as were asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One of a request's n answers; with output kind DELTA, what is new of it (cumulative_logprob stays of all)."""
 
@@ -45,7 +45,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """When things happened to a request, in seconds of time.monotonic(); None: not yet."""
 
@@ -54,7 +54,7 @@ class RequestMetrics:
     last_token_time: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A request's answers so far. With output kind DELTA, `outputs` has only those with something new."""
 
