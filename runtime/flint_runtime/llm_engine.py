@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flint_runtime.engine import Engine
-from flint_runtime.engine_core import CoreConfig, CoreStats, EngineCore
+from flint_runtime.engine_core import CoreConfig, EngineCore
 from flint_runtime.errors import UsageError
 from flint_runtime.executors import ExecutorChoice, open_executor
 from flint_runtime.executors.base import Executor
@@ -41,7 +41,6 @@ class LLMEngine:
     Attributes:
         tokenizer: the checkpoint's.
         metrics: of every request so far.
-        stats: the core's figures after the last step, abort or addition.
         max_model_len: most tokens of a prompt and its answer.
     """
 
@@ -52,7 +51,6 @@ class LLMEngine:
         self.max_model_len = core.max_model_len
         self._core, self._executor = core, executor
         self._outputs = OutputProcessor(tokenizer, self.metrics)
-        self.stats: CoreStats = core.stats()
 
     @classmethod
     def open(cls, directory: Path, executor: ExecutorChoice, config: CoreConfig) -> LLMEngine:
@@ -60,7 +58,11 @@ class LLMEngine:
         engine = Engine.open(directory)
         tokenizer = Tokenizer(engine.directory)
         opened = open_executor(engine, executor)
-        return cls(EngineCore(opened, config), opened, tokenizer)
+        try:
+            return cls(EngineCore(opened, config), opened, tokenizer)
+        except BaseException:
+            opened.close()
+            raise
 
     def close(self) -> None:
         """Free the executor; requests that are running are lost."""
@@ -72,6 +74,7 @@ class LLMEngine:
         Raises:
             UsageError: the request cannot be served.
         """
+        arrival = time.monotonic()
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if any(type(token) is not int for token in token_ids):
             raise UsageError(f"The prompt must be a text or token ids, found {prompt!r:.100}.")
@@ -88,7 +91,7 @@ class LLMEngine:
             max_tokens=self._token_budget(len(token_ids), params.max_tokens),
             stop_token_ids=stop,
             eos_token_ids=eos,
-            arrival=time.monotonic(),
+            arrival=arrival,
         )
         choices = [
             replace(
@@ -120,10 +123,9 @@ class LLMEngine:
         """
         if request.request_id in self._outputs:
             raise UsageError(f"A request with the id {request.request_id!r} is running; ids must differ.")
-        for choice in request.choices:
+        for choice in request.choices:  # They are alike: the core refuses the first or none.
             self._core.add(choice)
         self._outputs.add_request(request.request_id, request.prompt, request.choices)
-        self.stats = self._core.stats()
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request: its last output, with finish_reason "abort"; None if it is not running."""
@@ -132,7 +134,6 @@ class LLMEngine:
         output, aborts = self._outputs.abort(request_id)
         for core_id in aborts:
             self._core.abort(core_id)
-        self.stats = self._core.stats()
         return output
 
     def step(self) -> list[RequestOutput]:
@@ -140,7 +141,6 @@ class LLMEngine:
         outputs, aborts = self._outputs.process(self._core.step())
         for core_id in aborts:
             self._core.abort(core_id)
-        self.stats = self._core.stats()
         return outputs
 
     def has_work(self) -> bool:
@@ -152,8 +152,8 @@ class LLMEngine:
         return len(self._outputs) > 0
 
     def snapshot(self) -> dict[str, Any]:
-        """Every metric as plain values; see `Metrics.snapshot`. May be called from any thread."""
-        return self.metrics.snapshot(self.stats)
+        """Every metric as plain values; see `Metrics.snapshot`. From any thread: it reads numbers only."""
+        return self.metrics.snapshot(self._core.stats())
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
