@@ -274,8 +274,12 @@ class EngineCore:
     def _begin(self, sequence: Sequence) -> None:
         """Prepare the sampling state of a sequence that got a place."""
         slot, count = sequence.table.slot, sequence.num_prompt
-        self._executor.begin_sequence(slot, sequence.tokens[:count], sequence.tokens[count:])
+        if sequence.has_penalties:
+            self._executor.begin_sequence(slot, sequence.tokens[:count], sequence.tokens[count:])
+        else:  # Nothing depends on the counts: spare the device a long prompt.
+            self._executor.begin_sequence(slot, ())
         sequence.banning = sequence.num_generated < sequence.request.params.min_tokens
+        sequence.biased = False
         self._set_bias(sequence)
         sequence.prompt_logprobs = [None]
 

@@ -35,6 +35,7 @@ class Sequence:
         "boundaries",
         "cached_tokens",
         "draw_head",
+        "has_penalties",
         "in_flight",
         "lookup",
         "max_length",
@@ -87,6 +88,7 @@ class Sequence:
             PromptLookup(self.tokens) if speculative and _may_speculate(request) else None
         )
         """Proposes its next tokens."""
+        self.has_penalties = _has_penalties(request)
         self.synchronous = self.lookup is not None or request.grammar is not None
         """Whether its last token must be known here before its next step is made."""
         self.biased = False
@@ -123,5 +125,9 @@ def _may_speculate(request: EngineRequest) -> bool:
     the bias that holds stop tokens back ends with one of them. Logprobs are the model's own and may be asked for.
     """
     params = request.params
-    penalties = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    return not (penalties or request.grammar or params.logit_bias or params.min_tokens)
+    return not (_has_penalties(request) or request.grammar or params.logit_bias or params.min_tokens)
+
+
+def _has_penalties(request: EngineRequest) -> bool:
+    params = request.params
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

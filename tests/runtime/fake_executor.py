@@ -1,9 +1,9 @@
 """An executor without a model, for tests of what is above it, and what it must answer.
 
-Its next token is a hash of everything that a real one would attend to, read back through the page table and the ring slot
-it was given: a wrong page, slot, snapshot or token changes every token after it. K of a full layer stands for a token
-and its position; K of a sliding layer, as in a real model, also for what the full layers saw there. States start as
-poison.
+Its next token is a hash of everything that a real one would attend to, read back through the page table and the ring
+slot it was given: a wrong page, slot, snapshot or token changes every token after it. K of a full layer stands for a
+token and its position; K of a sliding layer, as in a real model, also for what the full layers saw there. States start
+as poison.
 """
 
 from __future__ import annotations

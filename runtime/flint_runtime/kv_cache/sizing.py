@@ -67,30 +67,28 @@ def choose_kv_cache(
             )
     plan = MemoryPlan(model, 0, limits)
     memory = _HOST_BYTES if available_bytes is None else available_bytes
-    # token_counts and logit_bias have four bytes per token of the vocabulary, token_mask a bit.
-    sequence_bytes = plan.slot_bytes + model.vocab_size * 8 + model.vocab_size // 8
+    sequence_bytes = plan.slot_bytes + plan.sample_slot_bytes
     sequences = max_num_seqs or max(1, min(limits.max_batch, memory // 2 // sequence_bytes))
     left = memory - sequences * sequence_bytes
-    pages_fit = left // plan.page_bytes if plan.page_bytes else -(-limits.max_context // PAGE_TOKENS)
-    length = max_model_len or min(limits.max_context, pages_fit * PAGE_TOKENS)
-    needed = -(-length // PAGE_TOKENS)
-    if left < 0 or length < 1 or needed > pages_fit:
-        most = max(0, min(limits.max_context, pages_fit * PAGE_TOKENS))
+    needed = -(-max_model_len // PAGE_TOKENS) if max_model_len else 1
+    if left < 0 or needed * plan.page_bytes > left:
+        most = min(limits.max_context, max(0, left) // plan.page_bytes * PAGE_TOKENS) if plan.page_bytes else 0
         raise ResourceError(
             f"The KV cache does not fit: {memory / 2**20:,.0f} MiB are left for it. {sequences} running sequences take "
-            f"{sequences * sequence_bytes / 2**20:,.0f} MiB, and a context of {max(length, 1)} tokens takes "
-            f"{max(needed, 1) * plan.page_bytes / 2**20:,.0f} MiB. Ask for fewer sequences (max_num_seqs) or a shorter "
+            f"{sequences * sequence_bytes / 2**20:,.0f} MiB, and a context of {max_model_len or PAGE_TOKENS} tokens "
+            f"takes {needed * plan.page_bytes / 2**20:,.0f} MiB. Ask for fewer sequences (max_num_seqs) or a shorter "
             f"context (max_model_len; {most} tokens fit now), or free memory on this device."
         )
     snapshots = 0
     if enable_prefix_caching and plan.slot_bytes:
         spare_bytes = min(left // _SNAPSHOT_SHARE, left - needed * plan.page_bytes)
         snapshots = min(_SNAPSHOTS_PER_SEQUENCE * sequences, spare_bytes // plan.slot_bytes)
-    pages = 1
+    pages, length = 1, max_model_len or limits.max_context
     if plan.page_bytes:
         pages = (left - snapshots * plan.slot_bytes) // plan.page_bytes
+        length = max_model_len or min(limits.max_context, pages * PAGE_TOKENS)
         if available_bytes is None:  # No more than can be of use, with as much again for prefixes.
-            pages = min(pages, 2 * sequences * needed)
+            pages = min(pages, 2 * sequences * -(-length // PAGE_TOKENS))
     return KVCacheConfig(
         num_pages=pages,
         max_num_seqs=sequences,

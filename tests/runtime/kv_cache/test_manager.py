@@ -1,0 +1,161 @@
+"""The KV cache manager: which prefixes can be used again, and what is copied for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flint_runtime.kv_cache import BlockTable, KVCacheConfig, KVCacheManager
+
+SIZES = KVCacheConfig(
+    num_pages=8,
+    max_num_seqs=2,
+    num_slots=4,
+    max_model_len=512,
+    sliding_window=33,
+    ring_tokens=48,
+    has_full_layers=True,
+    has_sliding_layers=True,
+    enable_prefix_caching=True,
+)
+TOKENS = list(range(1000, 1300))
+
+
+def open_table(kv: KVCacheManager, tokens: list[int] = TOKENS, *, reuse: bool = True) -> BlockTable:
+    """A place that there must be."""
+    table = kv.open(tokens, reuse=reuse, headroom=0)
+    assert table is not None
+    return table
+
+
+def leave(kv: KVCacheManager, tokens: list[int], snapshots: list[int]) -> list[int]:
+    """A sequence that comes, keeps snapshots at these boundaries, and goes; the slots of the snapshots."""
+    table = open_table(kv, tokens, reuse=False)
+    kv.register(table, tokens, len(tokens))
+    for boundary in snapshots:
+        kv.snapshot(table, boundary, rolling=False)
+    kv.close(table)
+    copies = kv.take_copies()
+    assert [source for source, _ in copies] == [table.slot] * len(snapshots)
+    return [target for _, target in copies]
+
+
+def test_a_prefix_needs_pages_and_a_snapshot() -> None:
+    kv = KVCacheManager(SIZES)
+    table = open_table(kv)
+    assert (table.cached_tokens, table.pages, kv.take_copies()) == (0, table.page_row.tolist(), [])
+    kv.close(table)
+    (slot,) = leave(kv, TOKENS, [128])
+    table = open_table(kv)
+    assert (table.cached_tokens, table.shared_tokens) == (128, 256)
+    assert kv.take_copies() == [(slot, table.slot)]
+    assert kv.gauges().pages_used == 5 and kv.gauges().slots_used == 1 and kv.gauges().snapshots_used == 1
+    # A second one shares the first two pages and has three of its own.
+    other = open_table(kv)
+    assert other.pages[:2] == table.pages[:2] and not set(other.pages[2:]) & set(table.pages)
+    assert kv.gauges().pages_used == 8 and kv.gauges().pages_free == kv.gauges().pages_cached == 0
+
+
+def test_the_last_token_is_left_to_compute() -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [64, 128])
+    assert [open_table(kv, TOKENS[:n]).cached_tokens for n in (129, 128)] == [128, 64]
+
+
+@pytest.mark.parametrize("changed", [0, 63, 127])
+def test_every_earlier_token_counts(changed: int) -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [64, 128])
+    tokens = list(TOKENS)
+    tokens[changed] += 1
+    assert open_table(kv, tokens).cached_tokens == changed // 64 * 64
+
+
+def test_without_sliding_layers_pages_are_enough() -> None:
+    kv = KVCacheManager(replace(SIZES, has_sliding_layers=False, num_slots=2))
+    leave(kv, TOKENS, [])
+    assert open_table(kv).cached_tokens == 256 and kv.take_copies() == []
+
+
+def test_without_full_layers_a_snapshot_is_enough() -> None:
+    kv = KVCacheManager(replace(SIZES, has_full_layers=False))
+    leave(kv, TOKENS, [192])
+    table = open_table(kv)
+    assert table.cached_tokens == 192 and table.pages == [] and kv.gauges().pages == 0
+
+
+def test_a_full_pool_gives_no_place() -> None:
+    kv = KVCacheManager(SIZES)
+    first = open_table(kv)
+    assert kv.open(TOKENS, reuse=True, headroom=0) is None
+    assert kv.open(TOKENS[:190], reuse=True, headroom=1) is None
+    assert not kv.grow(first, 64 * 9) and len(first.pages) == 5
+    assert kv.grow(first, 64 * 8) and len(first.page_row) == 8
+    kv.close(first)
+    assert kv.gauges().pages_free == 8
+
+
+def test_cached_pages_make_room() -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [256])
+    assert kv.gauges().pages_cached == 4
+    open_table(kv, list(range(500)))
+    # What is left of the first one's pages is its beginning; its snapshot is of no use any more.
+    assert kv.gauges().pages_cached == 0 and kv.gauges().snapshots_used == 0
+
+
+def test_pages_to_be_shared_are_not_counted_as_room() -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [256])
+    blocker = open_table(kv, list(range(200)))
+    assert kv.gauges().pages_cached + kv.gauges().pages_free == 4 == kv.gauges().pages_cached
+    assert kv.open(TOKENS, reuse=True, headroom=0) is None, "four shared pages, and none left for the fifth"
+    kv.close(blocker)
+    assert open_table(kv).cached_tokens == 256
+
+
+def test_the_longest_unused_snapshot_makes_room() -> None:
+    kv = KVCacheManager(replace(SIZES, num_pages=20))
+    prompts = [[start + i for i in range(70)] for start in (0, 1000, 2000)]
+    slots = [leave(kv, tokens, [64])[0] for tokens in prompts[:2]]
+    kv.close(open_table(kv, prompts[0]))
+    kv.take_copies()
+    assert leave(kv, prompts[2], [64]) == [slots[1]]
+    assert [open_table(kv, tokens).cached_tokens for tokens in (prompts[0], prompts[1])] == [64, 0]
+
+
+def test_generated_tokens_keep_one_snapshot() -> None:
+    kv = KVCacheManager(SIZES)
+    table = open_table(kv)
+    kv.register(table, TOKENS, 300)
+    for boundary in (64, 128, 192):
+        kv.snapshot(table, boundary, rolling=True)
+    copies = kv.take_copies()
+    assert len({target for _, target in copies}) == 1 and kv.gauges().snapshots_used == 1
+    # Another running sequence gets none: half of the two spare slots is taken.
+    other = open_table(kv, TOKENS[:100], reuse=False)
+    kv.register(other, TOKENS, 100)
+    kv.snapshot(other, 64, rolling=True)
+    assert kv.gauges().snapshots_used == 1
+    kv.close(table)
+    kv.snapshot(other, 64, rolling=True)
+    assert kv.gauges().snapshots_used == 2
+
+
+def test_what_is_forgotten_is_not_found() -> None:
+    kv = KVCacheManager(SIZES)
+    table = open_table(kv)
+    kv.register(table, TOKENS, 300)
+    kv.snapshot(table, 256, rolling=False)
+    kv.forget(table)
+    kv.close(table)
+    gauges = kv.gauges()
+    assert (gauges.pages_cached, gauges.pages_free, gauges.snapshots_used) == (0, 8, 0)
+    assert open_table(kv).cached_tokens == 0 and not kv._root.children
+
+
+def test_nothing_is_kept_without_prefix_caching() -> None:
+    kv = KVCacheManager(replace(SIZES, enable_prefix_caching=False, num_slots=2))
+    leave(kv, TOKENS, [])
+    assert kv.gauges().pages_cached == 0 and open_table(kv).cached_tokens == 0

@@ -1,0 +1,620 @@
+"""The engine core over an executor whose every token depends on all the pages, slots and tokens it was given."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flint_runtime import scheduler, sequence
+from flint_runtime.config import ModelConfig
+from flint_runtime.engine_core import CoreConfig, EngineCore
+from flint_runtime.errors import UsageError
+from flint_runtime.manifest import Limits, Phase
+from flint_runtime.memory import MemoryPlan
+from flint_runtime.request import EngineRequest
+from tests.runtime.cores import Collected, check_accounting, check_idle, request, run
+from tests.runtime.fake_executor import FAKE, FakeExecutor, expected_tokens
+
+LIMITS = Limits(max_batch=8, max_context=1024, prefill_chunk=96)
+SLIDING = FAKE.model_copy(update={"layer_types": ("sliding_attention",) * 6})
+FULL = FAKE.model_copy(update={"layer_types": ("full_attention",) * 6})
+
+
+def open_core(
+    *,
+    limits: Limits = LIMITS,
+    config: ModelConfig = FAKE,
+    pages: int = 200,
+    sequences: int = 8,
+    snapshots: int = 16,
+    nan_token: int | None = None,
+    **options: Any,
+) -> tuple[EngineCore, FakeExecutor]:
+    """A core with pools of about these sizes."""
+    plan = MemoryPlan(config, 0, limits)
+    memory = sequences * (plan.slot_bytes + plan.sample_slot_bytes) + snapshots * plan.slot_bytes
+    memory += pages * (plan.page_bytes or 4 * plan.slot_bytes)
+    executor = FakeExecutor(limits, config, nan_token=nan_token)
+    given_options: dict[str, Any] = {"max_num_seqs": sequences, "kv_cache_memory_bytes": memory} | options
+    return EngineCore(executor, CoreConfig(**given_options)), executor
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return random.Random(seed).choices(range(64), k=length)
+
+
+@pytest.fixture
+def short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are cut for snapshots even where they are short."""
+    _short_cuts(monkeypatch)
+
+
+def _short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_CUT_TOKENS", 100)
+    monkeypatch.setattr(scheduler, "_SHARED_CUT_TOKENS", 64)
+
+
+class Oracle:
+    """In the place of PromptLookup: proposes what the request will generate, often with an error in it."""
+
+    answers: dict[tuple[int, ...], list[int]] = {}  # noqa: RUF012  set by the tests
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._answer, self._known = self.answers[tuple(tokens)], 0
+        self._random = random.Random(len(tokens))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The next tokens."""
+        self._known += len(tokens)
+
+    def propose(self, most: int) -> list[int]:
+        """Up to `most` of the tokens that follow."""
+        found = self._answer[self._known : self._known + self._random.randint(0, most)]
+        if found and self._random.random() < 0.5:
+            found[self._random.randrange(len(found))] ^= 1
+        return found
+
+
+# --- Random traffic (K8) ----------------------------------------------------------------------------------------------
+
+
+class Traffic:
+    """Adds, aborts and steps at random, and remembers what must come of it."""
+
+    def __init__(self, core: EngineCore, config: ModelConfig, rng: random.Random) -> None:
+        self.core, self.config, self.rng = core, config, rng
+        self.requests: dict[str, EngineRequest] = {}
+        self.aborted: set[str] = set()
+        self.found = Collected()
+        self._families = [prompt(core.max_model_len, seed) for seed in range(3)]
+
+    def add(self) -> None:
+        """A request: some share their beginnings, some continue an earlier conversation, some ask for everything."""
+        rng, most = self.rng, self.core.max_model_len
+        if self.found.outputs and rng.random() < 0.3:
+            earlier = rng.choice(list(self.found.outputs))
+            tokens = self.requests[earlier].prompt + self.found.tokens(earlier)
+        else:
+            tokens = rng.choice(self._families)[: rng.choice([64, 128, rng.randrange(most)])]
+        tokens = [*tokens[: most - 20], *(rng.randrange(64) for _ in range(rng.randrange(1, 10)))]
+        max_tokens = rng.randint(1, min(150, most - len(tokens)))
+        params: dict[str, Any] = {}
+        for chance, some in (
+            (0.2, {"temperature": 1.0, "seed": rng.getrandbits(64)}),
+            (0.2, {"presence_penalty": 0.3, "frequency_penalty": 0.1, "repetition_penalty": 1.1}),
+            (0.2, {"logit_bias": {3: 1.0, 5: -1.0}}),
+            (0.2, {"min_tokens": rng.randint(1, max_tokens)}),
+            (0.1, {"prompt_logprobs": 2}),
+        ):
+            params |= some if rng.random() < chance else {}
+        one = request(
+            str(len(self.requests)), tokens, max_tokens, stop=rng.sample(range(64), rng.choice([0, 2])), **params
+        )
+        self.requests[one.request_id] = one
+        Oracle.answers[tuple(tokens)] = expected_tokens(one, self.config)
+        self.core.add(one)
+
+    def abort(self) -> None:
+        """Any request, running or not."""
+        request_id = self.rng.choice(list(self.requests))
+        outputs = self.found.outputs.get(request_id)
+        if not outputs or not outputs[-1].finish_reason:
+            self.aborted.add(request_id)
+        self.core.abort(request_id)
+
+    def step(self) -> None:
+        """One step of the core."""
+        outputs = self.core.step()
+        assert not self.aborted & {output.request_id for output in outputs}
+        self.found.add(outputs)
+        check_accounting(self.core)
+
+    def check(self) -> None:
+        """After the last step: nothing is used, and every request has the tokens that it has alone."""
+        check_idle(self.core)
+        for request_id, one in self.requests.items():
+            expected, tokens = expected_tokens(one, self.config), self.found.tokens(request_id)
+            if request_id in self.aborted:
+                assert tokens == expected[: len(tokens)]
+                continue
+            assert tokens == expected
+            assert self.found.last(request_id).finish_reason == (
+                "stop" if tokens[-1] in one.stop_token_ids else "length"
+            )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    rng=st.randoms(use_true_random=False),
+    actions=st.lists(
+        st.sampled_from(["add", "add", "add", "abort", "step", "step", "step"]), min_size=20, max_size=120
+    ),
+    config=st.sampled_from([FAKE, FAKE, FAKE, SLIDING, FULL]),
+    sequences=st.integers(1, 6),
+    pages=st.integers(8, 16),
+    snapshots=st.integers(0, 8),
+    chunk=st.sampled_from([16, 64, 200]),
+    speculative=st.sampled_from([0, 0, 3, 7]),
+    caching=st.sampled_from([True, True, True, False]),
+    target=st.sampled_from([1e-9, 1e-3, 1.0]),
+)
+def test_random_traffic(
+    rng: random.Random,
+    actions: list[str],
+    config: ModelConfig,
+    sequences: int,
+    pages: int,
+    snapshots: int,
+    chunk: int,
+    speculative: int,
+    caching: bool,
+    target: float,
+) -> None:
+    """K8: accounting returns to zero, no page has two owners, and tokens are those of the request alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        _short_cuts(patch)
+        patch.setattr(sequence, "PromptLookup", Oracle)
+        core, _ = open_core(
+            limits=Limits(max_batch=6, max_context=512, prefill_chunk=chunk),
+            config=config,
+            sequences=sequences,
+            pages=pages,
+            snapshots=snapshots,
+            max_model_len=480,
+            num_speculative_tokens=speculative,
+            enable_prefix_caching=caching,
+            prefill_target_seconds=target,
+        )
+        traffic = Traffic(core, config, rng)
+        for action in actions:
+            if action == "add":
+                traffic.add()
+            elif action == "abort" and traffic.requests:
+                traffic.abort()
+            else:
+                for _ in range(rng.randrange(8)):
+                    traffic.step()
+        steps = 0
+        while core.has_work():
+            traffic.step()
+            steps += 1
+            assert steps < 20_000
+        traffic.check()
+
+
+# --- Many requests, little memory -------------------------------------------------------------------------------------
+
+
+def test_64_concurrent_requests() -> None:
+    core, _ = open_core(limits=Limits(max_batch=64, max_context=1024, prefill_chunk=256), sequences=64, pages=500)
+    requests = [request(str(i), prompt(1 + 7 * i, i), 20 + i % 13) for i in range(64)]
+    found = run(core, requests)
+    for one in requests:
+        assert found.tokens(one.request_id) == expected_tokens(one)
+        assert found.last(one.request_id).finish_reason == "length"
+    check_idle(core)
+    assert core.stats().generated_tokens == sum(one.max_tokens for one in requests)
+
+
+def test_more_work_than_memory() -> None:
+    """K9: requests wait, the latest are preempted and resume to the same tokens, none is lost, none overtakes."""
+    core, _ = open_core(pages=16, max_model_len=640)
+    requests = [
+        request(str(i), prompt(150, i), 300, presence_penalty=0.5, temperature=float(i % 2), seed=i) for i in range(12)
+    ]
+    found = run(core, requests)
+    assert core.stats().preemptions > 5
+    assert list(found.outputs) == [one.request_id for one in requests], "first tokens come in order of arrival"
+    for one in requests:
+        assert found.tokens(one.request_id) == expected_tokens(one)
+    check_idle(core)
+
+
+def test_the_first_request_is_never_preempted() -> None:
+    core, _ = open_core(pages=10, max_model_len=600)
+    for one in (
+        first := request("first", prompt(64), 500),
+        *(request(str(i), prompt(64, i), 400) for i in range(1, 6)),
+    ):
+        core.add(one)
+    tokens, steps = 0, 0
+    while tokens < first.max_tokens:
+        tokens += sum(len(output.tokens) for output in core.step() if output.request_id == "first")
+        steps += 1
+    # A token every second step at least (prefill and decode alternate), and a few steps where it waits for a page.
+    assert steps < 2 * first.max_tokens + 50 and core.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "message"),
+    [
+        (0, 5, "prompt is empty"),
+        (600, 41, r"600 tokens and max_tokens is 41.*at most 640 \(max_model_len\)"),
+        (5, 0, "max_tokens at least 1"),
+    ],
+)
+def test_requests_that_can_never_be_served(tokens: int, max_tokens: int, message: str) -> None:
+    core, _ = open_core(pages=16, max_model_len=640)
+    with pytest.raises(UsageError, match=message):
+        core.add(request("a", prompt(tokens), max_tokens))
+    run(core, [request("fits", prompt(600), 40)])
+
+
+def test_invalid_ids() -> None:
+    core, _ = open_core()
+    with pytest.raises(UsageError, match="outside the vocabulary of 64"):
+        core.add(request("a", [-1], 5))
+    with pytest.raises(UsageError, match=r"logit_bias has token ids \[64\]"):
+        core.add(request("a", [1], 5, logit_bias={64: 1.0}))
+    core.add(request("a", [1], 5))
+    with pytest.raises(UsageError, match="'a' is in use"):
+        core.add(request("a", [1], 5))
+
+
+# --- Prefix cache (K10) -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [FAKE, SLIDING, FULL], ids=["both", "sliding", "full"])
+@pytest.mark.usefixtures("short_cuts")
+def test_a_prefix_is_computed_once(config: ModelConfig) -> None:
+    """K10: pages are shared and the sliding state, whose ring has wrapped meanwhile, is restored."""
+    core, _ = open_core(config=config)
+    head = prompt(300)
+    first = request("first", head, 150)
+    found = run(core, [first])
+    before = core.stats().prompt_tokens_computed
+    # The same prompt, and one that goes on where the first one's last full page ends.
+    again, longer = request("again", head, 30), request("longer", [*head, *prompt(40, 1)], 30)
+    found = run(core, [again, longer])
+    cached = 256
+    computed = core.stats().prompt_tokens_computed - before
+    assert computed == len(again.prompt) + len(longer.prompt) - 2 * cached
+    for one in (again, longer):
+        assert found.outputs[one.request_id][0].cached_tokens == cached
+        assert found.tokens(one.request_id) == expected_tokens(one, config)
+    assert core.stats().prefix_hits == 2 * cached
+    assert core.stats().prefix_queries == sum(len(one.prompt) for one in (first, again, longer))
+
+
+@pytest.mark.parametrize("length", [320, 321, 336, 337])
+@pytest.mark.usefixtures("short_cuts")
+def test_prompts_around_a_boundary(length: int) -> None:
+    """At least one token is left to compute. A state up to 16 tokens back needs no cut of the prompt."""
+    core, executor = open_core(limits=Limits(max_batch=8, max_context=1024, prefill_chunk=1024))
+    one = request("0", prompt(length), 20)
+    run(core, [one])
+    cut = length in (320, 337)
+    assert [step.token_ids.size for phase, step in executor.steps if phase == "prefill"] == (
+        [(length - 1) // 64 * 64, (length - 1) % 64 + 1] if cut else [length]
+    )
+    again = request("1", one.prompt, 20)
+    found = run(core, [again])
+    assert found.last("1").cached_tokens == (length - 1) // 64 * 64
+    assert found.tokens("1") == expected_tokens(again)
+
+
+def test_short_prompts_are_not_cut() -> None:
+    core, executor = open_core(limits=Limits(max_batch=8, max_context=1024, prefill_chunk=1024))
+    run(core, [request("0", prompt(1000), 1)])
+    assert len(executor.steps) == 1
+
+
+def test_a_conversation_goes_on_from_its_answer() -> None:
+    """Boundaries crossed by generated tokens are kept, too; only the latest of a stream takes a slot."""
+    core, _ = open_core()
+    history, cached = prompt(30), []
+    for turn in range(4):
+        one = request(str(turn), history, 150)
+        found = run(core, [one])
+        assert found.tokens(one.request_id) == expected_tokens(one)
+        cached.append(found.last(one.request_id).cached_tokens)
+        history = [*history, *found.tokens(one.request_id), *prompt(10, turn + 1)]
+    assert cached == [0, 128, 320, 448]
+    assert core.stats().snapshots_used <= 8
+
+
+@pytest.mark.usefixtures("short_cuts")
+def test_a_shared_beginning_is_found_at_its_second_use() -> None:
+    """Only what a prompt ends with has a snapshot at first. Where another one turns out to share pages, it gets one."""
+    core, _ = open_core()
+    head = prompt(200)
+    cached = []
+    for turn in range(3):
+        one = request(str(turn), [*head, *prompt(200, turn + 1)], 10)
+        found = run(core, [one])
+        assert found.tokens(one.request_id) == expected_tokens(one)
+        cached.append(found.last(one.request_id).cached_tokens)
+    assert cached == [0, 0, 192]
+
+
+@pytest.mark.usefixtures("short_cuts")
+def test_evicted_prefixes_are_computed_again() -> None:
+    core, _ = open_core(pages=16, max_model_len=640, snapshots=2)
+    requests = [request(f"{turn}.{i}", prompt(300, i), 50) for turn in range(3) for i in range(4)]
+    for one in requests:
+        found = run(core, [one])
+        assert found.tokens(one.request_id) == expected_tokens(one)
+        assert found.last(one.request_id).cached_tokens == 0
+    repeated = run(core, [request("again", requests[-1].prompt, 50)])
+    assert repeated.last("again").cached_tokens == 256
+
+
+def test_prefix_caching_can_be_off() -> None:
+    core, executor = open_core(enable_prefix_caching=False)
+    for turn in range(2):
+        one = request(str(turn), prompt(300), 100)
+        assert run(core, [one]).tokens(one.request_id) == expected_tokens(one)
+    stats = core.stats()
+    assert stats.prefix_hits == stats.pages_cached == stats.snapshots == 0 and not executor.copies
+
+
+# --- Aborts -----------------------------------------------------------------------------------------------------------
+
+
+def test_200_aborts_at_once() -> None:
+    """S2: among them waiting ones and one in the middle of its prompt; the neighbours do not notice."""
+    core, _ = open_core(pages=60, max_model_len=1024)
+    found = Collected()
+    stay = [request(f"stay{i}", prompt(100, i), 80) for i in range(3)]
+    go = [request(f"go{i}", prompt(900 if i == 3 else 100, 1000 + i), 80) for i in range(200)]
+    for one in (*stay, *go):
+        core.add(one)
+    while not any(s.num_computed and s.num_tokens - s.num_computed > 1 for s in core._scheduler.running[4:]):
+        found.add(core.step())
+    for one in go:
+        core.abort(one.request_id)
+    while core.has_work():
+        outputs = core.step()
+        assert not any(output.request_id.startswith("go") for output in outputs)
+        found.add(outputs)
+    for one in stay:
+        assert found.tokens(one.request_id) == expected_tokens(one)
+    check_idle(core)
+    after = request("after", prompt(64, 9), 20)
+    assert run(core, [after]).tokens("after") == expected_tokens(after)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_frees_everything_within_a_step(steps: int) -> None:
+    core, _ = open_core()
+    core.add(request("a", prompt(200), 50))
+    for _ in range(steps):
+        core.step()
+    core.abort("a")
+    core.abort("a")
+    assert core.step() == [] and not core.has_work()
+    check_idle(core)
+
+
+# --- Steps in flight --------------------------------------------------------------------------------------------------
+
+
+class Recorder(FakeExecutor):
+    """Notes in which order steps are submitted and read."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.most_unread = 0
+
+    def submit(self, phase: Phase, step: Any, *, logits: bool = False) -> Any:
+        """Also counts what is unread."""
+        pending = super().submit(phase, step, logits=logits)
+        self.most_unread = max(self.most_unread, len(self.unread))
+        return pending
+
+
+def test_the_next_step_is_submitted_before_the_last_is_read() -> None:
+    executor = Recorder(LIMITS)
+    core = EngineCore(executor)
+    one = request("a", prompt(100), 30)
+    assert run(core, [one]).tokens("a") == expected_tokens(one)
+    assert executor.most_unread == 2
+    fed = [int(step.token_ids[0]) for phase, step in executor.steps if phase == "decode"]
+    assert len(fed) == 29 and all(token < 0 for token in fed), "each token came from its slot"
+
+
+def test_the_token_behind_a_stop_token_is_dropped() -> None:
+    every = expected_tokens(request("a", prompt(100), 30))
+    one = request("a", prompt(100), 30, stop=[every[9]])
+    core, executor = open_core()
+    found = run(core, [one])
+    assert found.tokens("a") == every[: every.index(every[9]) + 1]
+    assert found.last("a").finish_reason == "stop"
+    assert sum(phase == "decode" for phase, _ in executor.steps) == len(found.tokens("a"))
+    check_idle(core)
+
+
+def test_no_step_goes_beyond_max_tokens() -> None:
+    core, executor = open_core()
+    found = run(core, [request("a", prompt(100), 5)])
+    assert len(found.tokens("a")) == 5 and sum(phase == "decode" for phase, _ in executor.steps) == 4
+
+
+# --- Sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_non_finite_logits_end_one_request_only() -> None:
+    """S8: with an error; what it computed is not used again, what its neighbours share with it is."""
+    core, _ = open_core(nan_token=63)
+    head = [token % 63 for token in prompt(128)]
+    neighbours = [request(str(i), [*head, i], 60, logit_bias={63: -10.0}) for i in range(3)]
+    bad = request("bad", [*head, 63, *head], 60)
+    found = run(core, [*neighbours[:2], bad, neighbours[2]])
+    assert found.last("bad").finish_reason == "error" and "not finite" in (found.last("bad").error or "")
+    assert found.tokens("bad") == []
+    for one in neighbours:
+        assert found.tokens(one.request_id) == expected_tokens(one)
+    check_idle(core)
+    assert run(core, [request("again", bad.prompt, 60)]).last("again").finish_reason == "error"
+
+
+def test_min_tokens_holds_stop_tokens_back() -> None:
+    stop, free = range(0, 64, 2), request("free", prompt(70), 20, stop=range(0, 64, 2))
+    assert len(expected_tokens(free)) < 12, "the test needs an early stop"
+    one = request("a", prompt(70), 20, stop=stop, min_tokens=12, logit_bias={4: 0.5})
+    core, _ = open_core()
+    tokens = run(core, [one]).tokens("a")
+    assert tokens == expected_tokens(one) and len(tokens) >= 12 and all(token % 2 for token in tokens[:12])
+
+
+def test_eos_is_held_back_where_it_is_ignored() -> None:
+    one = request("a", prompt(70), 20, eos=range(32), min_tokens=10)
+    core, _ = open_core()
+    tokens = run(core, [one]).tokens("a")
+    assert tokens == expected_tokens(one) and len(tokens) == 20
+    assert min(tokens[:10]) >= 32 > min(tokens[10:])
+
+
+def test_logprobs() -> None:
+    core, _ = open_core()
+    found = run(core, [request("a", prompt(70), 10, logprobs=3), request("b", prompt(70), 10)])
+    for output in found.outputs["a"]:
+        (token,) = output.tokens
+        assert len(token.top_tokens) == len(token.top_logprobs) == 3
+        assert token.top_tokens[0] == token.token_id and token.logprob == token.top_logprobs[0]
+    assert all(output.tokens[0].top_tokens == () for output in found.outputs["b"])
+
+
+@pytest.mark.parametrize("length", [1, 2, 150])
+def test_prompt_logprobs(length: int) -> None:
+    """Of every token but the first, in chunks of at most logits_rows; the prefix cache is left out."""
+    limits = Limits(max_batch=8, max_context=1024, prefill_chunk=512)
+    core, executor = open_core(limits=limits)
+    tokens = prompt(length)
+    run(core, [request("warm", [*tokens, *prompt(100)], 5)])
+    found = run(core, [request("a", tokens, 5, prompt_logprobs=2), request("other", prompt(600, 3), 5)])
+    logprobs = found.outputs["a"][0].prompt_logprobs
+    assert logprobs is not None and logprobs[0] is None
+    assert [entry.token_id for entry in logprobs[1:] if entry] == tokens[1:]
+    for position, entry in enumerate(logprobs[1:], 1):
+        # The likeliest token after a prefix is what it would generate.
+        assert entry is not None and len(entry.top_tokens) == 2
+        assert [entry.top_tokens[0]] == expected_tokens(request("x", tokens[:position], 1))
+    assert all(output.prompt_logprobs is None for output in found.outputs["a"][1:])
+    assert max(len(step.logits_rows) for _, step in executor.steps) <= limits.logits_rows
+    assert found.tokens("a") == expected_tokens(request("a", tokens, 5))
+
+
+class Counting:
+    """A grammar: tokens rise by one to three, and a multiple of 20 ends the text."""
+
+    def __init__(self, start: int) -> None:
+        self.last = start
+
+    def _allowed(self) -> list[int]:
+        return [(self.last + i) % 64 for i in (1, 2, 3)]
+
+    def mask(self) -> npt.NDArray[np.int32]:
+        """See `Grammar`."""
+        bits = np.zeros(64, bool)
+        bits[self._allowed()] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        """See `Grammar`."""
+        allowed = token_id in self._allowed()
+        self.last = token_id
+        return allowed
+
+    @property
+    def finished(self) -> bool:
+        """See `Grammar`."""
+        return self.last % 20 == 0
+
+
+def test_grammar() -> None:
+    """Constrained requests among free ones, also where they are preempted and go on."""
+    core, _ = open_core(pages=10, max_model_len=600, snapshots=0)
+    constrained = [request(f"g{i}", prompt(120, i), 50, grammar=Counting(i)) for i in range(3)]
+    free = [request(f"f{i}", prompt(100, 10 + i), 200) for i in range(3)]
+    found = run(core, [*free, *constrained])
+    assert core.stats().preemptions
+    for index, one in enumerate(constrained):
+        tokens = [index, *found.tokens(one.request_id)]
+        assert all(1 <= (b - a) % 64 <= 3 for a, b in itertools.pairwise(tokens))
+        assert tokens[-1] % 20 == 0 and found.last(one.request_id).finish_reason == "stop"
+    for one in free:
+        assert found.tokens(one.request_id) == expected_tokens(one)
+
+
+def test_a_grammar_that_allows_nothing() -> None:
+    class Nothing(Counting):
+        def mask(self) -> npt.NDArray[np.int32]:
+            return np.zeros(2, np.int32)
+
+    core, _ = open_core()
+    found = run(core, [request("a", prompt(10), 5, grammar=Nothing(1)), request("b", prompt(10), 5)])
+    assert found.last("a").finish_reason == "error" and "forbid every token" in (found.last("a").error or "")
+    assert found.last("b").finish_reason == "length"
+
+
+# --- Speculation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_changes_no_token(monkeypatch: pytest.MonkeyPatch, most: int, temperature: float) -> None:
+    """Also for sampled tokens: each is drawn with the random numbers that belong to its place."""
+    monkeypatch.setattr(sequence, "PromptLookup", Oracle)
+    requests = [request(str(i), prompt(50 + i, i), 150, temperature=temperature, seed=i, logprobs=1) for i in range(5)]
+    Oracle.answers = {tuple(one.prompt): expected_tokens(one) for one in requests}
+    core, executor = open_core(num_speculative_tokens=most)
+    found = run(core, requests)
+    for one in requests:
+        assert found.tokens(one.request_id) == expected_tokens(one)
+    stats = core.stats()
+    assert 0 < stats.accepted_tokens < stats.proposed_tokens
+    assert stats.generated_tokens == sum(one.max_tokens for one in requests)
+    decode = [step for phase, step in executor.steps if phase == "decode"]
+    assert max(len(step.token_ids) for step in decode) <= LIMITS.decode_tokens
+    assert max(np.diff(step.query_start).max() for step in decode) == most + 1 <= 8
+    check_idle(core)
+
+
+def test_speculation_from_the_text_itself() -> None:
+    """The real lookup, of a prompt that repeats itself; off by default."""
+    period = prompt(20)
+    one = request("a", period * 5, 40)
+    for most in (0, 4):
+        core, _ = open_core(num_speculative_tokens=most)
+        assert run(core, [one]).tokens("a") == expected_tokens(one)
+        assert (core.stats().proposed_tokens > 0) == (most > 0)
+
+
+@pytest.mark.parametrize(
+    "params", [{"presence_penalty": 0.1}, {"logit_bias": {1: 1.0}}, {"min_tokens": 2}, {"repetition_penalty": 1.1}]
+)
+def test_requests_that_do_not_speculate(params: dict[str, Any]) -> None:
+    core, _ = open_core(num_speculative_tokens=4)
+    one = request("a", prompt(20) * 5, 40, **params)
+    assert run(core, [one]).tokens("a") == expected_tokens(one)
+    assert core.stats().proposed_tokens == 0

@@ -1,0 +1,210 @@
+"""The scheduler without an executor: steps are run by giving every stream a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flint_runtime import scheduler as module
+from flint_runtime.kv_cache import KVCacheConfig, KVCacheManager
+from flint_runtime.manifest import Limits
+from flint_runtime.scheduler import ScheduledStep, Scheduler
+from flint_runtime.sequence import Sequence, Status
+from tests.runtime.cores import request
+
+LIMITS = Limits(max_batch=4, max_context=4096, prefill_chunk=256)
+SIZES = KVCacheConfig(
+    num_pages=64,
+    max_num_seqs=4,
+    num_slots=6,
+    max_model_len=4096,
+    sliding_window=33,
+    ring_tokens=48,
+    has_full_layers=True,
+    has_sliding_layers=True,
+    enable_prefix_caching=True,
+)
+
+
+class Driver:
+    """A scheduler, and what the core would do: run its steps one by one, or leave them in flight."""
+
+    def __init__(self, sizes: KVCacheConfig = SIZES, *, target_seconds: float = 10.0) -> None:
+        self.kv = KVCacheManager(sizes)
+        self.scheduler = Scheduler(self.kv, LIMITS, target_seconds=target_seconds)
+        self.count = 0
+
+    def add(self, length: int, max_tokens: int = 50, **params: Any) -> Sequence:
+        """A request of `length` prompt tokens; each prompt is like no other."""
+        prompt = [(self.count * 7 + i) % 50_000 for i in range(length)]
+        sequence = Sequence(request(str(self.count), prompt, max_tokens, **params), self.count, speculative=False)
+        self.count += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def read(self, step: ScheduledStep) -> None:
+        """Hand out tokens of a step."""
+        for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
+            if start + count == len(sequence.tokens) and sequence.status is not Status.FINISHED:
+                sequence.tokens.append(1)
+                if len(sequence.tokens) == sequence.max_length:
+                    self.scheduler.finish(sequence)
+            self.scheduler.step_read(sequence)
+
+    def step(self) -> tuple[str, dict[int, int]]:
+        """Run the next step, which takes a millisecond a token: its phase, and its tokens by sequence."""
+        step = self.scheduler.schedule()
+        assert step is not None
+        self.scheduler.record(step, 0.001 * sum(step.counts))
+        self.read(step)
+        return step.phase, {s.number: n for s, n in zip(step.sequences, step.counts, strict=True)}
+
+
+def test_prompts_fill_a_step_in_order_of_arrival() -> None:
+    driver = Driver()
+    for length in (100, 200, 30):
+        driver.add(length)
+    # Of the second, as many as fit, to the end of a page.
+    assert driver.step() == ("prefill", {0: 100, 1: 128, 2: 28})
+    assert driver.step() == ("decode", {0: 1})
+    assert driver.step() == ("prefill", {1: 72, 2: 2})
+    assert driver.step() == ("decode", {0: 1, 1: 1, 2: 1})
+
+
+def test_prefill_and_decode_alternate_while_streams_run() -> None:
+    driver = Driver(target_seconds=1e-9)
+    driver.add(10)
+    assert driver.step()[0] == "prefill"
+    driver.add(500)
+    steps = [driver.step() for _ in range(16)]
+    assert [phase for phase, _ in steps] == ["decode", "prefill"] * 8
+    # However tight the target: a page's worth, so that a prompt comes to its end.
+    assert [tokens for phase, tokens in steps if phase == "prefill"] == [{1: 64}] * 7 + [{1: 52}]
+    assert driver.step() == ("decode", {0: 1, 1: 1})
+
+
+def test_a_prompt_gets_whole_chunks_while_no_stream_runs() -> None:
+    driver = Driver(target_seconds=1e-9)
+    driver.add(600)
+    assert [driver.step()[1] for _ in range(3)] == [{0: 256}, {0: 256}, {0: 88}]
+
+
+def test_the_budget_follows_measured_durations() -> None:
+    driver = Driver(target_seconds=0.04)
+    driver.add(10)
+    driver.step()
+    driver.add(3500)
+    sizes = []
+    for _ in range(30):
+        step = driver.scheduler.schedule()
+        assert step is not None
+        if step.phase == "prefill":
+            sizes.append(sum(step.counts))
+            driver.scheduler.record(step, 0.001 + sizes[-1] * 0.25e-3)
+        driver.read(step)
+    assert sizes[0] == 256
+    assert set(sizes[5:]) == {128}, "two pages take 33 ms, three would take 49"
+
+
+def test_a_stream_whose_token_is_not_read_goes_on_unless_it_needs_the_token() -> None:
+    driver = Driver()
+    driver.add(10)
+    held = driver.add(10)
+    held.synchronous = True
+    first = driver.scheduler.schedule()
+    second = driver.scheduler.schedule()
+    assert first is not None and second is not None
+    assert [s.number for s in first.sequences] == [0, 1] and [s.number for s in second.sequences] == [0]
+    driver.read(first)
+    third = driver.scheduler.schedule()
+    assert third is not None and [s.number for s in third.sequences] == [0, 1]
+
+
+def test_admission_waits_for_memory_in_order() -> None:
+    driver = Driver(replace(SIZES, num_pages=10, max_model_len=640))
+    driver.add(256, max_tokens=3)
+    driver.add(400)
+    driver.add(10)
+    assert driver.step() == ("prefill", {0: 256})
+    # The second needs 7 pages, and a page for the running stream must be left. The third would fit, but came later.
+    assert [driver.step() for _ in range(2)] == [("decode", {0: 1})] * 2
+    assert driver.step() == ("prefill", {1: 256}), "the first has ended"
+    assert driver.step() == ("prefill", {1: 144, 2: 10})
+
+
+def test_admission_waits_for_a_slot() -> None:
+    driver = Driver()
+    for _ in range(5):
+        driver.add(10, max_tokens=2)
+    assert driver.step() == ("prefill", dict.fromkeys(range(4), 10))
+    assert driver.step() == ("decode", dict.fromkeys(range(4), 1))
+    assert driver.step() == ("prefill", {4: 10})
+
+
+def test_the_latest_gives_its_place_back() -> None:
+    driver = Driver(replace(SIZES, num_pages=6, max_model_len=384, enable_prefix_caching=False))
+    sequences = [driver.add(64, max_tokens=200) for _ in range(2)]
+    assert driver.step() == ("prefill", {0: 64, 1: 64})
+    assert [driver.step() for _ in range(128)] == [("decode", {0: 1, 1: 1})] * 128
+    assert driver.step() == ("decode", {0: 1}), "both need a fourth page"
+    assert driver.scheduler.preemptions == 1 and sequences[1].status is Status.WAITING
+    while sequences[0].status is Status.RUNNING:
+        assert driver.step() == ("decode", {0: 1})
+    assert driver.step() == ("prefill", {1: 64 + 129}), "with the tokens that it had generated"
+    assert driver.step() == ("decode", {1: 1})
+
+
+def test_a_place_in_flight_is_not_given_away() -> None:
+    driver = Driver(replace(SIZES, num_pages=6, max_model_len=384, enable_prefix_caching=False))
+    sequences = [driver.add(64, max_tokens=200) for _ in range(2)]
+    for _ in range(128):
+        driver.step()
+    flying = driver.scheduler.schedule()
+    assert flying is not None and len(flying.sequences) == 2
+    # Both need a fourth page now. The second one has to go, but its last step is still running.
+    assert driver.scheduler.schedule() is None
+    assert sequences[1].status is Status.PREEMPTED and driver.kv.pool.available == 0
+    driver.read(flying)
+    assert sequences[1].status is Status.WAITING and driver.kv.pool.available == 3
+    assert len(sequences[1].tokens) == sequences[1].num_tokens, "the token that was on its way is not lost"
+    assert driver.step() == ("decode", {0: 1})
+
+
+def test_prompt_logprobs_take_no_more_rows_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Limits, "logits_rows", 100)
+    driver = Driver()
+    driver.add(150, prompt_logprobs=0)
+    driver.add(30)
+    assert driver.step() == ("prefill", {0: 64, 1: 30})
+    assert driver.step() == ("decode", {1: 1})
+    assert driver.step() == ("prefill", {0: 86})
+
+
+@pytest.mark.parametrize(("length", "chunks"), [(64 * 3, [128, 64]), (64 * 3 + 16, [208]), (64 * 3 + 17, [192, 17])])
+def test_long_prompts_are_cut_where_the_ring_would_lose_the_boundary(
+    monkeypatch: pytest.MonkeyPatch, length: int, chunks: list[int]
+) -> None:
+    monkeypatch.setattr(module, "_CUT_TOKENS", 128)
+    driver = Driver()
+    driver.add(length)
+    for chunk in chunks:
+        assert driver.step() == ("prefill", {0: chunk})
+    step = driver.scheduler.schedule()
+    assert step is not None and step.phase == "decode"
+    assert driver.kv.gauges().snapshots_used == (2 if length % 64 == 0 else 1)
+
+
+def test_aborting_in_every_state() -> None:
+    driver = Driver(replace(SIZES, num_pages=7, max_model_len=384))
+    running, chunked, waiting = driver.add(10), driver.add(300), driver.add(300)
+    flying = driver.scheduler.schedule()
+    assert flying is not None and flying.counts == [10, 192] and waiting.status is Status.WAITING
+    for sequence in (waiting, chunked, running):
+        driver.scheduler.finish(sequence)
+    assert driver.kv.gauges().slots_used == 2, "two are in flight"
+    assert driver.scheduler.schedule() is None
+    driver.read(flying)
+    assert driver.kv.gauges().slots_used == driver.kv.gauges().pages_used == 0
+    assert not driver.scheduler.running and not driver.scheduler.waiting
