@@ -115,6 +115,10 @@ class FakeCuda:
         """Put work on a stream, or into the graph that is captured from it."""
         self._captures.get(stream, self._queues[stream]).append(work)
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a graph is captured from a stream."""
+        return stream in self._captures
+
     def pending(self, stream: int) -> int:
         """How much there is on a stream that has not run."""
         return len(self._queues[stream])

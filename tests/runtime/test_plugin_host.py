@@ -5,7 +5,6 @@ Its results must equal the reference executor's bit for bit.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,68 +26,12 @@ from flint_runtime.executors.plugin_host import PluginHostExecutor
 from flint_runtime.executors.reference import ReferenceExecutor
 from flint_runtime.executors.staging import RESULT_ARRAYS, Sizes, pack, page_table_width
 from flint_runtime.executors.step import STEP_ARRAYS, RowSampling, SequencePart, build_step
-from flint_runtime.manifest import MANIFEST_NAME, Limits
-from tests.runtime.engines import build_reference_engine
+from flint_runtime.manifest import Limits
+from tests.runtime.engines import build_reference_engine, rewrite_manifest
 from tests.runtime.fake_cuda import FakeCuda, ReferenceHost
 from tests.tools.checkpoints import flint_config, random_checkpoint
 
-LIMITS = Limits(max_batch=3, max_context=200, prefill_chunk=48)
 PROMPT = list(range(40, 150))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def plugins() -> Path:
-    try:
-        return library.find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module", params=["bf16", "nvfp4"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, plugins: Path) -> Path:
-    """An engine of three layers, one of each kind, for what the library has code for."""
-    root = tmp_path_factory.mktemp("engine")
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    config = flint_config(
-        layers=3, hidden=128, experts=8, heads=8, kv_heads=1, head_dim=128, intermediate=128, moe_intermediate=64,
-        shared_intermediate=64, vocab=768, window=33, context=4096, layer_types=kinds, mlp_only_layers=[0],
-    )  # fmt: skip
-    path = root / "model.gguf" if request.param == "nvfp4" else root / "model"
-    checkpoint = random_checkpoint(path, config, request.param, seed=5)
-    engine = build_reference_engine(checkpoint, root / "engine", LIMITS, root if path.suffix else checkpoint)
-    info = library.library_info(plugins)
-    rewrite(engine, plugins_version=info.version, targets=list(info.architectures))
-    return engine
-
-
-def rewrite(engine: Path, **changes: object) -> None:
-    """Change entries of engine.json."""
-    path = engine / MANIFEST_NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, plugins: Path) -> FakeCuda:
-    """A device that the library has code for."""
-    number = int(library.library_info(plugins).architectures[0][2:])
-    found = FakeCuda(capability=divmod(number, 10))
-    monkeypatch.setattr(cuda, "_runtime", lambda: found)
-    return found
-
-
-@pytest.fixture
-def host(directory: Path, fake: FakeCuda, plugins: Path) -> PluginHostExecutor:
-    executor = PluginHostExecutor(Engine.open(directory), plugins)
-    ReferenceHost(executor, fake)
-    return executor
 
 
 # --- Against the reference executor -------------------------------------------------------------------------------
