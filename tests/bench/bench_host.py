@@ -29,7 +29,7 @@ from flint_runtime.executors.plugin_host import PluginHostExecutor
 from flint_runtime.executors.step import RowSampling, SequencePart, Step, build_step, check_step
 from flint_runtime.manifest import Limits
 from tests.runtime.engines import build_reference_engine, rewrite_manifest
-from tests.runtime.fake_cuda import FakeCuda
+from tests.runtime.null_cuda import NullCuda
 from tests.shapes import NANO_DIRECTORY
 
 BATCHES = (1, 8, 64)
@@ -43,20 +43,16 @@ def open_mocked() -> Iterator[PluginHostExecutor]:
     """flint-nano on a device that does nothing."""
     library = find_library()
     info = library_info(library)
-    fake = FakeCuda(capability=divmod(int(info.architectures[0][2:]), 10))
-    with tempfile.TemporaryDirectory() as scratch, mock.patch.object(cuda, "_runtime", lambda: fake):
+    nothing = NullCuda(divmod(int(info.architectures[0][2:]), 10))
+    with tempfile.TemporaryDirectory() as scratch, mock.patch.object(cuda, "_runtime", lambda: nothing):
         directory = build_reference_engine(
             NANO_DIRECTORY, Path(scratch) / "engine", Limits(max_batch=64, max_context=4096, prefill_chunk=512)
         )
         rewrite_manifest(directory, plugins_version=info.version, targets=list(info.architectures))
         executor = PluginHostExecutor(Engine.open(directory), library)
         executor.allocate(pages=64 * 64, slots=64, sample_slots=64)
-        executor._stream.wait()
         for graph in executor.graphs.values():
             graph.launch = lambda run, stream, use_graph: "replayed"  # type: ignore[method-assign]
-        nothing = (fake.cudaError_t.cudaSuccess,)
-        for name in ("cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize"):
-            setattr(fake, name, lambda *_: nothing)
         yield executor
 
 

@@ -10,7 +10,7 @@ import pytest
 from flint_plugins import library
 from flint_plugins.library import LibraryError
 from flint_runtime.executors import cuda
-from flint_runtime.manifest import Limits
+from flint_runtime.manifest import Limits, WeightFormat
 
 LIMITS = Limits(max_batch=3, max_context=200, prefill_chunk=48)
 
@@ -35,20 +35,29 @@ def plugins() -> Path:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session", params=["bf16", "nvfp4"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, plugins: Path) -> Path:
-    """An engine of three layers, one of each kind, for what the library has code for; with plans for a fake TensorRT."""
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory, plugins: Path) -> Path:
+    """An NVFP4 engine of three layers, for what the library has code for; it has plans for a fake TensorRT, too."""
+    return _build("nvfp4", tmp_path_factory.mktemp("nvfp4"), plugins)
+
+
+@pytest.fixture(scope="session")
+def bf16_directory(tmp_path_factory: pytest.TempPathFactory, plugins: Path) -> Path:
+    """The same in BF16."""
+    return _build("bf16", tmp_path_factory.mktemp("bf16"), plugins)
+
+
+def _build(weights: WeightFormat, root: Path, plugins: Path) -> Path:
     from tests.runtime.engines import build_reference_engine, rewrite_manifest
     from tests.tools.checkpoints import flint_config, random_checkpoint
 
-    root = tmp_path_factory.mktemp("engine")
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     config = flint_config(
         layers=3, hidden=128, experts=8, heads=8, kv_heads=1, head_dim=128, intermediate=128, moe_intermediate=64,
         shared_intermediate=64, vocab=768, window=33, context=4096, layer_types=kinds, mlp_only_layers=[0],
     )  # fmt: skip
-    path = root / "model.gguf" if request.param == "nvfp4" else root / "model"
-    checkpoint = random_checkpoint(path, config, request.param, seed=5)
+    path = root / "model.gguf" if weights == "nvfp4" else root / "model"
+    checkpoint = random_checkpoint(path, config, weights, seed=5)
     engine = build_reference_engine(
         checkpoint, root / "engine", LIMITS, root if path.suffix else checkpoint, backend="tensorrt-rtx"
     )

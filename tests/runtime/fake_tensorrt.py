@@ -69,7 +69,7 @@ class _Runtime:
             self.logger.log(_Severity.ERROR, "no creator of the plugin Embedding")
             return None
         try:
-            model, profile = pickle.loads(plan)  # noqa: S301
+            model, profile = pickle.loads(plan)
         except pickle.UnpicklingError:
             self.logger.log(_Severity.INFO, "Loading")
             self.logger.log(_Severity.ERROR, "Magic tag does not match.")

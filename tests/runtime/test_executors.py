@@ -20,7 +20,7 @@ from flint_runtime.executors.gpu import GpuExecutor
 from flint_runtime.executors.plugin_host import PluginHostExecutor
 from flint_runtime.executors.reference import ReferenceExecutor
 from flint_runtime.executors.staging import RESULT_ARRAYS
-from flint_runtime.executors.step import RowSampling, SequencePart, Step, StepError, build_step
+from flint_runtime.executors.step import RowSampling, SequencePart, Step, StepError, build_step, from_slot
 from flint_runtime.executors.tensorrt import TensorRtExecutor
 from flint_runtime.manifest import Phase
 from tests.runtime.fake_cuda import FakeCuda, ReferenceHost
@@ -28,6 +28,7 @@ from tests.runtime.fake_tensorrt import FakeTensorRt
 
 PROMPT = list(range(40, 150))
 PAGES, SLOTS, SAMPLE_SLOTS = 12, 4, 3
+GREEDY = RowSampling()
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,12 +53,17 @@ def gpu_executor(
     executor = open_gpu(request.param, directory, fake, plugins, monkeypatch)
     yield executor
     executor.close()
-    assert not fake.device and not fake.pinned
     tensorrt._session.cache_clear()
+    assert not fake.device and not fake.pinned
 
 
 @pytest.fixture
 def reference(directory: Path) -> ReferenceExecutor:
+    return open_reference(directory)
+
+
+def open_reference(directory: Path) -> ReferenceExecutor:
+    """The reference executor, with states."""
     executor = ReferenceExecutor.open(directory)
     executor.allocate(PAGES, SLOTS, SAMPLE_SLOTS)
     return executor
@@ -65,6 +71,7 @@ def reference(directory: Path) -> ReferenceExecutor:
 
 @pytest.fixture(params=["plugin-host", "tensorrt", "reference"])
 def executor(request: pytest.FixtureRequest) -> Executor:
+    """Any executor, with states."""
     if request.param == "reference":
         found: Executor = request.getfixturevalue("reference")
         return found
@@ -79,9 +86,7 @@ class Sequence:
         self.index, self.length = index, 0
         self.pages = [[7, 2, 5, 1], [3, 6, 0, 8], [9, 4, 10, 11]][index]
 
-    def part(
-        self, token_ids: list[int], how: RowSampling = RowSampling(), rows: tuple[int, ...] = (-1,)
-    ) -> SequencePart:
+    def part(self, token_ids: list[int], how: RowSampling = GREEDY, rows: tuple[int, ...] = (-1,)) -> SequencePart:
         start = self.length
         self.length += len(token_ids)
         pages = self.pages[: -(-self.length // 64)]
@@ -97,9 +102,12 @@ def steps() -> Iterator[tuple[Phase, Step]]:
     yield "prefill", build_step([a.part(PROMPT[48:78], rows=(0, -1)), b.part(PROMPT[:18], drawn)])
     yield "prefill", build_step([c.part(PROMPT[:40], penalised)])
     for i in range(4):
-        every = zip((a, b, c), (RowSampling(), drawn, penalised), strict=True)
+        every = zip((a, b, c), (GREEDY, drawn, penalised), strict=True)
         yield "decode", build_step([s.part(PROMPT[50 + i : 51 + i], how) for s, how in every])
     yield "decode", build_step([b.part(PROMPT[60:63], drawn, rows=(0, 1, 2)), a.part([5])])
+    recorded = RowSampling(sample_slot=2, use_bias=True, use_mask=True)
+    yield "decode", build_step([a.part([6], recorded), c.part([from_slot(1)], RowSampling(forced_token=8))])
+    yield "decode", build_step([a.part([from_slot(2)], recorded)])
 
 
 def check_equal(found: StepResult, expected: StepResult) -> None:
@@ -122,13 +130,26 @@ def tensor(executor: Executor, state: str) -> torch.Tensor:
 # --- Results ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("weights", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("kind", ["plugin-host", "tensorrt"])
 def test_results_equal_the_reference_executors(
-    gpu_executor: GpuExecutor, reference: ReferenceExecutor, fake: FakeCuda
+    kind: str,
+    weights: str,
+    request: pytest.FixtureRequest,
+    fake: FakeCuda,
+    plugins: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bit for bit, with two steps in flight, and all states, too."""
+    directory = request.getfixturevalue("directory" if weights == "nvfp4" else "bf16_directory")
+    gpu_executor, reference = open_gpu(kind, directory, fake, plugins, monkeypatch), open_reference(directory)
     gpu_executor.poison()
     for one in (gpu_executor, reference):
         one.begin_sequence(1, [1, 2, 2, 3], generated=[9, 9])
+        one.set_logit_bias(2, {400: 50.0, 401: 60.0})
+        mask = np.full(one.config.vocab_size // 32, -1, np.int32)
+        mask[401 // 32] ^= 1 << 401 % 32
+        one.set_token_mask(2, mask)
     pending: list[tuple[Any, StepResult]] = []
     for phase, step in steps():
         expected = reference.run(phase, step, logits=True)
@@ -136,7 +157,9 @@ def test_results_equal_the_reference_executors(
         if len(pending) == MAX_IN_FLIGHT:
             found, wanted = pending.pop(0)
             check_equal(found.result(), wanted)
-    check_equal(pending[0][0].result(), pending[0][1])
+    last = pending[0][0].result()
+    check_equal(last, pending[0][1])
+    assert last.tokens.tolist() == [400]  # by its bias; the mask forbids 401
     for name in gpu_executor._states.sampling():
         assert torch.equal(tensor(gpu_executor, name), tensor(reference, name)), name
 
@@ -190,8 +213,9 @@ def test_a_step_that_failed_says_so_each_time(gpu_executor: GpuExecutor, fake: F
 
 def test_a_growing_sequence_keeps_its_bindings(gpu_executor: GpuExecutor) -> None:
     sequence = Sequence(0)
-    for _ in range(140):
-        gpu_executor.submit("decode", build_step([sequence.part([1])])).result()
+    for length in (0, 63, 64, 190):
+        sequence.length = length
+        gpu_executor.run("decode", build_step([sequence.part([1])]))
     assert len(gpu_executor._prepared) == 1
 
 
@@ -269,17 +293,16 @@ def test_states_change_in_the_steps_order(gpu_executor: GpuExecutor, reference: 
     assert results[0][0] != results[0][1]
 
 
-def test_many_uploads_keep_their_order_and_content(gpu_executor: GpuExecutor, fake: FakeCuda) -> None:
+def test_many_uploads_keep_their_content(gpu_executor: GpuExecutor) -> None:
     """More than the ring holds: a later one never overwrites one that has not arrived."""
-    words = gpu_executor.config.vocab_size // 32
-    expected = {}
-    for i in range(1000):
-        mask = np.full(words, i, np.int32)
-        gpu_executor.set_token_mask(i % SAMPLE_SLOTS, mask)
-        expected[i % SAMPLE_SLOTS] = i
+    count, words = 1000, gpu_executor.config.vocab_size // 32
+    gpu_executor.allocate(PAGES, SLOTS, count)
+    for slot in range(count):
+        mask = np.full(words, slot, np.int32)
+        gpu_executor.set_token_mask(slot, mask)
         mask[:] = -7
-    found = tensor(gpu_executor, "token_mask")
-    assert {slot: set(found[slot].tolist()) for slot in expected} == {slot: {i} for slot, i in expected.items()}
+    expected = torch.arange(count, dtype=torch.int32)[:, None].expand(count, words)
+    assert torch.equal(tensor(gpu_executor, "token_mask"), expected)
 
 
 def test_copied_slots_continue_alike(executor: Executor) -> None:

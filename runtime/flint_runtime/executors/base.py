@@ -32,14 +32,14 @@ MAX_IN_FLIGHT = 2
 PROMPT_FLAG = 1 << 30
 """Added to a token's count where the token stands in the prompt."""
 NO_TOKEN = -1
-"""Drawn where a row's logits are not finite."""
+"""Drawn where a row's logits are not finite, or its bias and mask forbid every token."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What a step returns, per row of logits_rows.
 
-    tokens [R] int32 (NO_TOKEN where the row is not finite), their logprobs [R] float32, the 20 likeliest tokens
+    tokens [R] int32 (or NO_TOKEN), their logprobs [R] float32, the 20 likeliest tokens
     top_tokens [R, 20] int32 with top_logprobs [R, 20] float32, best first. logits [R, V] float32 only if asked for.
     """
 
@@ -94,7 +94,7 @@ class Executor(ABC):
     def allocate(self, pages: int, slots: int, sample_slots: int) -> None:
         """Allocate the states, dropping earlier ones, once every submitted step has run.
 
-        The content of KV pools is undefined; counts and biases are zero, and masks allow everything.
+        The content of KV pools is undefined; the sampling states start as `sampling_states` says.
 
         Args:
             pages: of 64 tokens, in every full layer.

@@ -44,7 +44,7 @@ from flint_runtime.executors.states import (
     mask_row,
     pool_sizes,
 )
-from flint_runtime.executors.step import STEP_ARRAYS, Int32, Pools, Step, StepChecker, step_block
+from flint_runtime.executors.step import STEP_ARRAYS, Int32, Pools, Step, StepChecker, sampling_states, step_block
 from flint_runtime.executors.weight_loader import plan_weights, upload_weights
 from flint_runtime.manifest import PHASES, Phase
 
@@ -153,8 +153,7 @@ class GpuExecutor(Executor):
         most = largest_sizes(self.limits, self._columns)
         staging_bytes = _block_bytes(most) + most.sequences * most.columns * 4
         result_bytes = pack(RESULT_ARRAYS, most.by_name()).size
-        sampling_bytes = self._states.sampling_bytes()
-        gpu_memory.check_open(engine, layout.size, arena_bytes, sampling_bytes)
+        gpu_memory.check_open(engine, layout.size, arena_bytes)
         try:
             self._weights = cuda.DeviceMemory(layout.size)
             self._arena = cuda.DeviceMemory(arena_bytes)
@@ -164,7 +163,7 @@ class GpuExecutor(Executor):
             self._stream = cuda.Stream()
             self._uploads = cuda.UploadRing(self._stream, self.config.vocab_size * 4, _UPLOAD_ROWS)
         except cuda.CudaError as error:
-            raise gpu_memory.open_error(engine, layout.size, arena_bytes, sampling_bytes, str(error)) from None
+            raise gpu_memory.open_error(engine, layout.size, arena_bytes, str(error)) from None
         self._free_slots = list(self._slots)
         self._weight_addresses = {name: self._weights.address + at for name, at in layout.offsets.items()}
         upload_weights(layout, self._weights.address, progress)
@@ -251,24 +250,22 @@ class GpuExecutor(Executor):
         """Allocate the states in one piece; see `Executor.allocate`."""
         pools = Pools(pages, slots, sample_slots)
         layout = self._states.layout(pools)
-        self._stream.wait()
         self._drop_states()
-        sizes = (self._weights.size, self._arena.size, self._states.sampling_bytes())
         if layout.size > self._available():
-            raise gpu_memory.pools_error(self.engine, pools, *sizes)
+            raise gpu_memory.pools_error(self.engine, pools, self._weights.size, self._arena.size)
         try:
             self._state_memory = cuda.DeviceMemory(layout.size)
         except cuda.CudaError as error:
-            raise gpu_memory.pools_error(self.engine, pools, *sizes, str(error)) from None
+            raise gpu_memory.pools_error(self.engine, pools, self._weights.size, self._arena.size, str(error)) from None
         start = self._state_memory.address
         self._state_addresses = {name: start + offset for name, offset in layout.offsets.items()}
         self._layout, self._pools = layout, pools
         self._checker = StepChecker(self.config, self.limits, pools)
-        self._stream.fill(start + layout.sampling_offset, 0, layout.size - layout.sampling_offset)
-        for sample_slot in range(sample_slots):
-            self._fill("token_mask", sample_slot, 0xFF)
+        for name, state in sampling_states(self.config.vocab_size).items():  # 0 or -1: every byte is the same
+            self._stream.fill(self._state_addresses[name], state.initial & 0xFF, sample_slots * state.row_bytes)
 
     def _drop_states(self) -> None:
+        self._stream.wait()  # Steps that were submitted use them.
         self._prepared.clear()
         self._pools, self._state_addresses = Pools(0, 0, 0), {}
         self._checker = StepChecker(self.config, self.limits, self._pools)
@@ -335,8 +332,6 @@ class GpuExecutor(Executor):
         return self._state_addresses[state] + sample_slot * self._layout.row_bytes[state]
 
     def _fill(self, state: str, sample_slot: int, byte: int) -> None:
-        if state not in self._layout.row_bytes:  # TEMPORARY
-            return
         self._stream.fill(self._row(state, sample_slot), byte, self._layout.row_bytes[state])
 
     # --- Steps --------------------------------------------------------------------------------------------------------

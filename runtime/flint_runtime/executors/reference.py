@@ -33,7 +33,7 @@ from flint_runtime.executors.states import (
     is_state,
     mask_row,
 )
-from flint_runtime.executors.step import STEP_ARRAYS, Pools, Step, StepChecker
+from flint_runtime.executors.step import STEP_ARRAYS, Pools, Step, StepChecker, sampling_states
 from flint_runtime.manifest import PHASES, Phase
 
 _TORCH_TYPES: dict[DType, torch.dtype] = {
@@ -134,18 +134,18 @@ class ReferenceExecutor(Executor):
     # --- States -------------------------------------------------------------------------------------------------------
 
     def allocate(self, pages: int, slots: int, sample_slots: int) -> None:
-        """Allocate zeroed states; see `Executor.allocate`."""
+        """Allocate the states, KV pools zeroed; see `Executor.allocate`."""
         pools = Pools(pages, slots, sample_slots)
         self.states = {}
         try:
             for name, given in self._states.inputs.items():
                 self.states[name] = torch.zeros(self._states.shape(name, pools), dtype=_TORCH_TYPES[given.dtype])
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise ResourceError(
                 f"{pages} pages and {slots} slots of KV do not fit the host's memory ({error}). Ask for less context."
             ) from None
-        if "token_mask" in self.states:  # TEMPORARY
-            self.states["token_mask"].fill_(-1)
+        for name, state in sampling_states(self.config.vocab_size).items():
+            self.states[name].fill_(state.initial)
         self._pools = pools
         self._checker = StepChecker(self.config, self.limits, pools)
 
@@ -162,9 +162,8 @@ class ReferenceExecutor(Executor):
         """Reset a sample slot; see `Executor.begin_sequence`."""
         check_sample_slot(sample_slot, self._pools)
         self._set("token_counts", sample_slot, count_row(self.config.vocab_size, prompt, generated))
-        if "token_mask" in self.states:  # TEMPORARY
-            self.states["logit_bias"][sample_slot] = 0
-            self.states["token_mask"][sample_slot] = -1
+        self.states["logit_bias"][sample_slot] = 0
+        self.states["token_mask"][sample_slot] = -1
 
     def set_logit_bias(self, sample_slot: int, bias: Mapping[int, float]) -> None:
         """Replace a slot's bias; see `Executor.set_logit_bias`."""

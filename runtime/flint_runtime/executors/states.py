@@ -62,10 +62,6 @@ class States:
         given = self.inputs[name]
         return _BYTES[given.dtype] * math.prod(int(dim) for dim in given.shape[1:])
 
-    def sampling_bytes(self) -> int:
-        """Bytes of one sample slot, over all sampling states."""
-        return sum(map(self.row_bytes, self.sampling()))
-
     def layout(self, pools: Pools) -> StateLayout:
         """Lay the states out for pools of these sizes."""
         offsets: dict[str, int] = {}

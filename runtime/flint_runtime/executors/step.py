@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flint_plugins.ops import PAGE_TOKENS
+from flint_plugins.ops import MASK_TOKENS, PAGE_TOKENS, USE_BIAS, USE_MASK
 from flint_runtime.config import ModelConfig
 from flint_runtime.errors import FlintError
 from flint_runtime.executors.staging import ITEM_BYTES, Array, ArrayTypes, Block, Sizes, pack
@@ -28,7 +28,14 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 NO_SLOT = -1
-"""sample_slot of a row without penalties, whose token is not counted."""
+"""sample_slot of a row without penalties, bias and mask, whose token is not recorded."""
+DRAW = -1
+"""forced_token of a row that draws its token."""
+
+
+def from_slot(slot: int) -> int:
+    """The token id that stands for the token last drawn for a sample slot, which the host need not know yet."""
+    return -1 - slot
 
 
 class StepError(FlintError):
@@ -39,7 +46,9 @@ class RowSampling(NamedTuple):
     """How to draw the token that follows one row of logits. The defaults are greedy.
 
     `seed` are the two words of a 64-bit seed, signed or not; `draw_index` counts the draws of a sequence, so that no
-    two share random numbers; `sample_slot` is the sequence's row of the sampling states.
+    two share random numbers; `sample_slot` is the sequence's row of the sampling states. With `forced_token` the row
+    returns this token and its logprob, and changes no state. `use_bias` and `use_mask` apply the slot's logit_bias and
+    token_mask.
     """
 
     temperature: float = 0.0
@@ -52,12 +61,16 @@ class RowSampling(NamedTuple):
     seed: tuple[int, int] = (0, 0)
     draw_index: int = 0
     sample_slot: int = NO_SLOT
+    forced_token: int = DRAW
+    use_bias: bool = False
+    use_mask: bool = False
 
 
 class SequencePart(NamedTuple):
     """What one sequence contributes to a step: its tokens from position `start` on."""
 
     token_ids: Sequence[int]
+    """In the vocabulary, or `from_slot`."""
     start: int
     pages: Sequence[int] | Int32
     """Pages of the global pool, in order of the positions they hold; must cover start + len(token_ids). An array is
@@ -75,7 +88,7 @@ class Packed(NamedTuple):
     most_new: int
     """Tokens of the sequence that has most."""
     sound: bool
-    """Nobody shares a ring slot, and every sequence has the pages that its tokens need."""
+    """Nobody shares a ring slot, every sequence has the pages that its tokens need, every flag its sample slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +115,8 @@ class Step:
     seed: Int32
     draw_index: Int32
     sample_slot: Int32
+    forced_token: Int32
+    sample_flags: Int32
     packed: Packed | None = field(default=None, init=False, repr=False)
     """None where the step was put together by hand."""
 
@@ -138,6 +153,8 @@ STEP_ARRAYS: ArrayTypes = {
     "seed": (np.int32, ("R", "2")),
     "draw_index": (np.int32, ("R",)),
     "sample_slot": (np.int32, ("R",)),
+    "forced_token": (np.int32, ("R",)),
+    "sample_flags": (np.int32, ("R",)),
 }
 """Dtype and shape of a step's arrays; symbols as in `flint_plugins.ops`."""
 
@@ -190,6 +207,8 @@ def build_step(parts: Sequence[SequencePart], table_width: int | None = None) ->
     block, packer = step_block(len(token_ids), len(parts), len(draws))
     columns: Iterable[Sequence[Any]] = zip(*draws, strict=True) if draws else itertools.repeat(())
     values: dict[str, Sequence[Any]] = dict(zip(RowSampling._fields, columns, strict=False))
+    flags = zip(values["use_bias"], values["use_mask"], strict=True)
+    values["sample_flags"] = [USE_BIAS * bias | USE_MASK * mask for bias, mask in flags]
     values["seed"] = [word & 0xFFFFFFFF for pair in values["seed"] for word in pair]
     values |= {
         "token_ids": token_ids,
@@ -204,9 +223,14 @@ def build_step(parts: Sequence[SequencePart], table_width: int | None = None) ->
     except (struct.error, OverflowError) as error:
         raise StepError(f"a number of a step does not fit 32 bits: {error}") from None
     step = Step(page_table=_page_table(parts, table_width), **_views(block, data))
-    sound = covered and len(set(ring_slots)) == len(ring_slots)
+    has_slots = not any(map(_lacks_slot, values["sample_flags"], values["sample_slot"]))
+    sound = covered and has_slots and len(set(ring_slots)) == len(ring_slots)
     object.__setattr__(step, "packed", Packed(np.frombuffer(data, np.int32), most_new, sound))
     return step
+
+
+def _lacks_slot(flags: int, sample_slot: int) -> bool:
+    return bool(flags) and sample_slot == NO_SLOT
 
 
 def _page_table(parts: Sequence[SequencePart], width: int | None) -> Int32:
@@ -241,7 +265,31 @@ class Pools:
     slots: int
     """Rings in every sliding layer."""
     sample_slots: int
-    """Rows of token_counts."""
+    """Rows of the sampling states."""
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """What Sample keeps of every sample slot: dtype and shape of one row, and the value that it starts from."""
+
+    dtype: type[np.int32 | np.float32]
+    shape: tuple[int, ...]
+    initial: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+def sampling_states(vocab_size: int) -> dict[str, SamplingState]:
+    """The states with a row for every sample slot, by graph input: no counts, no token, no bias, all tokens allowed."""
+    return {
+        "token_counts": SamplingState(np.int32, (vocab_size,), 0),
+        "last_tokens": SamplingState(np.int32, (), -1),
+        "logit_bias": SamplingState(np.float32, (vocab_size,), 0),
+        "token_mask": SamplingState(np.int32, (vocab_size // MASK_TOKENS,), -1),
+    }
 
 
 class StepChecker:
@@ -312,10 +360,12 @@ def _size_problem(phase: Phase, tokens: int, sequences: int, rows: int, limits: 
 def _array_bounds(tokens: int, config: ModelConfig, limits: Limits, pools: Pools) -> dict[str, tuple[int, int]]:
     """Least value, and the one behind the greatest, of the arrays for which they are the same at every element."""
     return {
-        "token_ids": (0, config.vocab_size),
+        "token_ids": (-pools.sample_slots, config.vocab_size),
         "seq_lens": (0, limits.max_context + 1),
         "logits_rows": (0, tokens),
         "sample_slot": (NO_SLOT, pools.sample_slots),
+        "forced_token": (DRAW, config.vocab_size),
+        "sample_flags": (0, (USE_BIAS | USE_MASK) + 1),
     }
 
 
@@ -342,6 +392,8 @@ def check_step(step: Step, phase: Phase, config: ModelConfig, limits: Limits, po
         raise StepError(f"a decode step takes at most {LOW_LATENCY_TOKENS} tokens of a sequence, found {new.max()}")
     for name, (low, high) in _array_bounds(tokens, config, limits, pools).items():
         _range(name, getattr(step, name), low, high)
+    if ((step.sample_flags != 0) & (step.sample_slot == NO_SLOT)).any():
+        raise StepError("a row with a bias or a mask needs a sample_slot, which holds them, found -1")
     if (seq_lens < new).any():
         raise StepError(f"seq_lens {seq_lens.tolist()} must include the new tokens {new.tolist()}")
     used = query_start[-1]
