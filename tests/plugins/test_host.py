@@ -18,7 +18,7 @@ from flint_plugins.library import LibraryError
 from flint_plugins.ops import OPS, DType, FieldValue, Op
 from flint_runtime.config import ModelConfig
 from flint_runtime.executors.graph_file import GraphFile, parse_graph
-from flint_runtime.executors.host_graph import build_graph, input_shapes, prepare_graph, size_ranges
+from flint_runtime.executors.host_graph import build_graph, prepare_graph, size_ranges
 from flint_runtime.executors.host_library import DYNAMIC, HostError, HostGraph, HostLibrary, Placement
 from flint_runtime.manifest import PHASES, Limits, Phase, WeightFormat
 from tests.plugins.nodes import DYNAMIC as DYNAMIC_SYMBOLS
@@ -140,7 +140,7 @@ GRAPHS = pytest.mark.parametrize(
 def test_shapes_equal_the_schemas(config: ModelConfig, weights: WeightFormat, phase: Phase, host: HostLibrary) -> None:
     graph, file = prepared(host, config, weights, phase)
     for sizes in SIZES:
-        given_shapes = input_shapes(file, sizes)
+        given_shapes = file.dynamic_shapes(sizes)
         graph.set_shapes(given_shapes)
         known: dict[str, tuple[DType, tuple[int, ...]]] = {
             name: (given.dtype, given_shapes.get(name, given.shape))  # type: ignore[misc]
@@ -163,7 +163,7 @@ def test_no_two_live_tensors_share_bytes(
 ) -> None:
     graph, file = prepared(host, config, weights, phase)
     graph.set_shapes(
-        input_shapes(file, {name: most for name, (_, _, most) in size_ranges(config, LIMITS, phase).items()})
+        file.dynamic_shapes({name: most for name, (_, _, most) in size_ranges(config, LIMITS, phase).items()})
     )
     blocks: dict[str, Placement] = {f"workspace of {n.name}": graph.workspace_placement(n.name) for n in file.nodes}
     first, last = {}, {}

@@ -7,17 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from flint_runtime.executors import step as step_module
 from flint_runtime.executors.step import (
     Pools,
     RowSampling,
     SequencePart,
+    Step,
+    StepChecker,
     StepError,
     build_step,
     check_step,
     from_slot,
 )
-from flint_runtime.manifest import PHASES, Limits
+from flint_runtime.manifest import PHASES, Limits, Phase
 from tests.shapes import NANO
 
 LIMITS = Limits(max_batch=3, max_context=200, prefill_chunk=64)
@@ -122,6 +127,89 @@ def changed(**arrays: Any) -> Any:
 def test_refused(step: Any, message: str) -> None:
     with pytest.raises(StepError, match=message):
         check_step(step, "prefill", NANO, LIMITS, POOLS)
+
+
+def test_a_number_beyond_32_bits_is_refused() -> None:
+    with pytest.raises(StepError, match="does not fit 32 bits"):
+        build_step([SequencePart([2**31], 0, [0], 0, [(0, GREEDY)])])
+    with pytest.raises(StepError, match="does not fit 32 bits"):
+        build_step([SequencePart([1], 0, [0], 0, [(0, RowSampling(temperature=1e300))])])
+
+
+def test_built_arrays_cannot_be_written_to() -> None:
+    """What was sound when it was built still is."""
+    step = build_step(two_parts())
+    for name, array in step.arrays().items():
+        assert not array.flags.writeable, name
+    assert replace(step, seq_lens=step.seq_lens).packed is None
+
+
+def test_packed_words_are_those_of_the_arrays() -> None:
+    step = build_step(two_parts())
+    assert step.packed
+    np.testing.assert_array_equal(Step(**step.arrays()).words(), step.packed.words)  # type: ignore[arg-type]
+
+
+# --- The cheap check ----------------------------------------------------------------------------------------------
+
+
+def numbers(low: int, high: int) -> st.SearchStrategy[int]:
+    """Mostly right, sometimes one too low or too high."""
+    return st.integers(low, high) | st.sampled_from([low - 1, low, high, high + 1])
+
+
+@st.composite
+def any_parts(draw: st.DrawFn) -> list[SequencePart]:
+    """Parts that may be wrong in every way that a part can be."""
+    parts = []
+    for _ in range(draw(st.integers(1, 4))):
+        token_ids = draw(st.lists(numbers(-POOLS.sample_slots, NANO.vocab_size - 1), max_size=9))
+        rows = []
+        for index in range(len(token_ids)):
+            if draw(st.booleans()):
+                slot = draw(numbers(-1, POOLS.sample_slots - 1))
+                forced = draw(numbers(-1, NANO.vocab_size - 1))
+                flags = draw(st.booleans()), draw(st.booleans())
+                rows.append(
+                    (index, RowSampling(sample_slot=slot, forced_token=forced, use_bias=flags[0], use_mask=flags[1]))
+                )
+        start = draw(st.sampled_from([0, 3, 60, 192]))
+        pages = draw(st.lists(numbers(0, POOLS.pages - 1), min_size=1, max_size=4))
+        parts.append(SequencePart(token_ids, start, pages, draw(numbers(0, POOLS.slots - 1)), rows))
+    return parts
+
+
+@settings(deadline=None, max_examples=300)
+@given(any_parts(), st.sampled_from(PHASES))
+def test_the_cheap_check_refuses_what_the_full_one_does(parts: list[SequencePart], phase: Phase) -> None:
+    step = build_step(parts)
+    outcomes = []
+    for check in (
+        lambda: check_step(step, phase, NANO, LIMITS, POOLS),
+        lambda: StepChecker(NANO, LIMITS, POOLS).check(step, phase),
+    ):
+        try:
+            check()
+            outcomes.append("")
+        except StepError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_an_ordinary_step_needs_no_full_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise AssertionError
+
+    checker = StepChecker(NANO, LIMITS, POOLS)
+    monkeypatch.setattr(step_module, "check_step", full)
+    for phase in PHASES:
+        checker.check(build_step(two_parts()), phase)
+
+
+def test_no_pools_take_no_step() -> None:
+    checker = StepChecker(NANO, LIMITS, Pools(0, 0, 0))
+    with pytest.raises(StepError, match="ring_slot must be from 0 to -1"):
+        checker.check(build_step(two_parts()[:1]), "decode")
 
 
 def test_decode_takes_few_tokens_of_a_sequence() -> None:
