@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from flint_runtime.engine_core import EngineCore
 from flint_runtime.kv_cache.prefix_tree import NONE, PrefixNode
@@ -26,6 +27,29 @@ def request(
     """A request that is greedy unless asked otherwise."""
     chosen = SamplingParams(**({"temperature": 0.0} | params)).with_defaults({})
     return EngineRequest(request_id, prompt, chosen, max_tokens, frozenset(stop), frozenset(eos), grammar)
+
+
+class OracleLookup:
+    """In the place of PromptLookup: proposes what the request will generate, often with an error in it."""
+
+    answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}
+    """By prompt; set by the tests."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        prompt = tuple(tokens)
+        self._answer, self._known = self.answers[prompt], 0
+        self._random = random.Random(len(prompt))
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """The next tokens."""
+        self._known += len(list(tokens))
+
+    def propose(self, most: int) -> list[int]:
+        """Up to `most` of the tokens that follow."""
+        found = self._answer[self._known : self._known + self._random.randint(0, most)]
+        if found and self._random.random() < 0.5:
+            found[self._random.randrange(len(found))] ^= 1
+        return found
 
 
 class Collected:

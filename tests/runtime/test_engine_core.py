@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from flint_runtime.errors import UsageError
 from flint_runtime.manifest import Limits, Phase
 from flint_runtime.memory import MemoryPlan
 from flint_runtime.request import EngineRequest
-from tests.runtime.cores import Collected, check_accounting, check_idle, request, run
+from tests.runtime.cores import Collected, OracleLookup, check_accounting, check_idle, request, run
 from tests.runtime.fake_executor import FAKE, FakeExecutor, expected_tokens
 
 LIMITS = Limits(max_batch=8, max_context=1024, prefill_chunk=96)
@@ -63,27 +62,6 @@ def _short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_SHARED_CUT_TOKENS", 64)
 
 
-class Oracle:
-    """In the place of PromptLookup: proposes what the request will generate, often with an error in it."""
-
-    answers: dict[tuple[int, ...], list[int]] = {}  # noqa: RUF012  set by the tests
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._answer, self._known = self.answers[tuple(tokens)], 0
-        self._random = random.Random(len(tokens))
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """The next tokens."""
-        self._known += len(tokens)
-
-    def propose(self, most: int) -> list[int]:
-        """Up to `most` of the tokens that follow."""
-        found = self._answer[self._known : self._known + self._random.randint(0, most)]
-        if found and self._random.random() < 0.5:
-            found[self._random.randrange(len(found))] ^= 1
-        return found
-
-
 # --- Random traffic (K8) ----------------------------------------------------------------------------------------------
 
 
@@ -120,7 +98,7 @@ class Traffic:
             str(len(self.requests)), tokens, max_tokens, stop=rng.sample(range(64), rng.choice([0, 2])), **params
         )
         self.requests[one.request_id] = one
-        Oracle.answers[tuple(tokens)] = expected_tokens(one, self.config)
+        OracleLookup.answers[tuple(tokens)] = expected_tokens(one, self.config)
         self.core.add(one)
 
     def abort(self) -> None:
@@ -182,7 +160,7 @@ def test_random_traffic(
     """K8: accounting returns to zero, no page has two owners, and tokens are those of the request alone."""
     with pytest.MonkeyPatch.context() as patch:
         _short_cuts(patch)
-        patch.setattr(sequence, "PromptLookup", Oracle)
+        patch.setattr(sequence, "PromptLookup", OracleLookup)
         core, _ = open_core(
             limits=Limits(max_batch=6, max_context=512, prefill_chunk=chunk),
             config=config,
@@ -584,9 +562,9 @@ def test_a_grammar_that_allows_nothing() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_speculation_changes_no_token(monkeypatch: pytest.MonkeyPatch, most: int, temperature: float) -> None:
     """Also for sampled tokens: each is drawn with the random numbers that belong to its place."""
-    monkeypatch.setattr(sequence, "PromptLookup", Oracle)
+    monkeypatch.setattr(sequence, "PromptLookup", OracleLookup)
     requests = [request(str(i), prompt(50 + i, i), 150, temperature=temperature, seed=i, logprobs=1) for i in range(5)]
-    Oracle.answers = {tuple(one.prompt): expected_tokens(one) for one in requests}
+    OracleLookup.answers = {tuple(one.prompt): expected_tokens(one) for one in requests}
     core, executor = open_core(num_speculative_tokens=most)
     found = run(core, requests)
     for one in requests:

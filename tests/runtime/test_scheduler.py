@@ -208,3 +208,15 @@ def test_aborting_in_every_state() -> None:
     driver.read(flying)
     assert driver.kv.gauges().slots_used == driver.kv.gauges().pages_used == 0
     assert not driver.scheduler.running and not driver.scheduler.waiting
+
+
+@pytest.mark.parametrize(("written", "kept"), [(80, [64]), (81, [])])
+def test_rejected_tokens_overwrite_the_ring(monkeypatch: pytest.MonkeyPatch, written: int, kept: list[int]) -> None:
+    """The ring still has the state at 64 when 16 tokens behind it were written, however many of them stay."""
+    driver, boundaries = Driver(), []
+    sequence = driver.add(76)
+    driver.step()
+    monkeypatch.setattr(driver.kv, "snapshot", lambda table, boundary, rolling: boundaries.append(boundary))
+    sequence.num_written = written
+    driver.scheduler.finish(sequence)
+    assert boundaries == kept

@@ -159,3 +159,16 @@ def test_nothing_is_kept_without_prefix_caching() -> None:
     kv = KVCacheManager(replace(SIZES, enable_prefix_caching=False, num_slots=2))
     leave(kv, TOKENS, [])
     assert kv.gauges().pages_cached == 0 and open_table(kv).cached_tokens == 0
+
+
+def test_a_prefix_whose_page_was_evicted_is_not_found() -> None:
+    """Although a sequence that computed the same tokens in pages of its own still stands there."""
+    kv = KVCacheManager(replace(SIZES, has_sliding_layers=False, num_slots=2))
+    first, second = (open_table(kv, TOKENS[:130], reuse=False) for _ in range(2))
+    for table in (first, second):
+        kv.register(table, TOKENS, 128)
+    kv.close(first)
+    kv.close(open_table(kv, list(range(300))))
+    assert kv.gauges().pages_cached == 0
+    assert open_table(kv, TOKENS[:130]).cached_tokens == 0
+    kv.close(second)
