@@ -112,45 +112,51 @@ def generate(
 
     Example: run-engine generate engines/flint-nano-sm120 "What is 12 + 7?" --temperature 0
     """
-    from flint_runtime.executors import open_executor
-    from flint_runtime.generate import Generator
-    from flint_runtime.sampling_params import SamplingParams
-    from flint_runtime.tokenizer import Tokenizer
+    from flint_runtime.engine_core import CoreConfig
+    from flint_runtime.llm_engine import LLMEngine
+    from flint_runtime.sampling_params import RequestOutputKind, SamplingParams
 
-    opened = Engine.open(engine)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("The prompt is empty; pass some text.")
     params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        output_kind=RequestOutputKind.DELTA,
     )
-    tokenizer = Tokenizer(opened.directory)
+    opened = LLMEngine.open(engine, executor, CoreConfig(max_num_seqs=1, enable_prefix_caching=False))
     if not raw:
-        text = tokenizer.render_chat([{"role": "user", "content": text}], enable_thinking=thinking)
-    generator = Generator(open_executor(opened, executor), tokenizer)
-    tokens = generator.generate(text, params)
+        text = opened.tokenizer.render_chat([{"role": "user", "content": text}], enable_thinking=thinking)
     # The template may have opened the thinking part; show it whole.
-    opening = "<think>" if not raw and text.rstrip().endswith("<think>") else ""
-    generated = []
+    pieces = ["<think>" if not raw and text.rstrip().endswith("<think>") else ""]
+    token_ids: list[int] = []
+    opened.add_request(opened.prepare("run-engine", text, params))
     if not as_json:
-        print(opening, end="", flush=True)
-    for token in tokens:
-        generated.append(token)
-        if not as_json:
-            print(token.text, end="", flush=True)
-    answer = opening + "".join(token.text for token in generated)
-    reason = generated[-1].finish_reason
+        print(pieces[0], end="", flush=True)
+    while opened.has_unfinished_requests():
+        for output in opened.step():
+            (answer,) = output.outputs
+            pieces.append(answer.text)
+            token_ids += answer.token_ids
+            if not as_json:
+                print(answer.text, end="", flush=True)
+    if answer.error:
+        raise FlintError(answer.error)
     if as_json:
         report = {
             "prompt": text,
-            "text": answer,
-            "token_ids": [token.token_id for token in generated],
-            "finish_reason": reason,
+            "text": "".join(pieces),
+            "token_ids": token_ids,
+            "finish_reason": answer.finish_reason,
         }
         print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         print()
-        if reason == "length":
+        if answer.finish_reason == "length":
             err.print("(stopped at the token limit)")
 
 

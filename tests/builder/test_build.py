@@ -23,11 +23,9 @@ from flint_builder.build import BuildOptions, build_engine, plan_build
 from flint_builder.weights import weight_files
 from flint_runtime.engine import Engine, damaged_files
 from flint_runtime.errors import FlintError, ResourceError, UnsupportedError, UsageError
-from flint_runtime.executors.reference import ReferenceExecutor
-from flint_runtime.generate import Generator
+from flint_runtime.llm import LLM
 from flint_runtime.manifest import Manifest
 from flint_runtime.sampling_params import SamplingParams
-from flint_runtime.tokenizer import Tokenizer
 from tests.shapes import FLINT, NANO, NANO_DIRECTORY
 
 
@@ -260,8 +258,8 @@ def test_e8_engine_moves_and_is_only_read(random_nano: Path, tmp_path: Path) -> 
 
     before = state()
     assert_whole(moved)
-    generator = Generator(ReferenceExecutor.open(moved), Tokenizer(moved))
-    assert len(list(generator.generate("text", SamplingParams(temperature=0, max_tokens=2)))) > 0
+    with LLM(moved, "reference") as llm:
+        assert llm.generate("text", SamplingParams(temperature=0, max_tokens=2))[0].finished
     assert state() == before
 
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from flint_builder.build import BuildOptions, build_engine, plan_build
-from flint_runtime.executors.reference import ReferenceExecutor
-from flint_runtime.generate import Generator
+from flint_runtime.llm import LLM
 from flint_runtime.sampling_params import SamplingParams
-from flint_runtime.tokenizer import Tokenizer
 from tests.shapes import NANO_DIRECTORY
 from tests.tools.nano_data import chat_template, held_out_samples, is_correct, render_prompt
 
@@ -34,15 +32,15 @@ def test_held_out_questions(weights: str, tmp_path: Path, monkeypatch: pytest.Mo
             prefill_chunk=256,
         )
         build_engine(plan_build(options))
-        tokenizer = Tokenizer(tmp_path / "engine")
-        generator = Generator(ReferenceExecutor.open(tmp_path / "engine"), tokenizer)
-        render, wrong = chat_template(), []
-        for drawn in held_out_samples(seed=0, count=QUESTIONS):
-            params = SamplingParams(temperature=0, max_tokens=128)
-            tokens = [t.token_id for t in generator.generate(render_prompt(render, drawn), params)]
-            answer = tokenizer.decode(tokens, skip_special_tokens=False)
-            if not is_correct(drawn, answer):
-                wrong.append((drawn.messages[-2]["content"], answer))
+        llm = LLM(tmp_path / "engine", "reference", max_num_seqs=16)
+        render, drawn = chat_template(), held_out_samples(seed=0, count=QUESTIONS)
+        params = SamplingParams(temperature=0, max_tokens=128)
+        outputs = llm.generate([render_prompt(render, sample) for sample in drawn], params, use_tqdm=False)
+        wrong = []
+        for sample, output in zip(drawn, outputs, strict=True):
+            answer = llm.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=False)
+            if not is_correct(sample, answer):
+                wrong.append((sample.messages[-2]["content"], answer))
         assert len(wrong) <= 0.05 * QUESTIONS, wrong
     finally:
         torch.set_num_threads(threads)

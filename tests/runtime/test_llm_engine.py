@@ -1,0 +1,183 @@
+"""Requests over the core and the reference executor, on a random model of flint-nano's shape; and their checks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flint_runtime.engine_core import CoreConfig, EngineCore
+from flint_runtime.errors import UsageError
+from flint_runtime.executors.reference import ReferenceExecutor
+from flint_runtime.llm_engine import LLMEngine
+from flint_runtime.manifest import Limits
+from flint_runtime.outputs import CompletionOutput
+from flint_runtime.sampling_params import SamplingParams, StructuredOutputsParams
+from flint_runtime.tokenizer import Tokenizer
+from tests.runtime.engines import Place, build_reference_engine, feed, open_poisoned
+from tests.tools.checkpoints import flint_config, random_checkpoint
+
+CONTEXT = 100
+GREEDY = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+PROMPT = list(range(40, 90))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, one of each kind; window 33; prefill in chunks of 16."""
+    directory = tmp_path_factory.mktemp("engine")
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = flint_config(
+        layers=3, hidden=128, experts=8, heads=4, kv_heads=2, head_dim=128, intermediate=128, moe_intermediate=64,
+        shared_intermediate=64, vocab=768, window=33, context=4096, layer_types=kinds, mlp_only_layers=[0],
+    )  # fmt: skip
+    checkpoint = random_checkpoint(directory / "model", config, "bf16", seed=5)
+    limits = Limits(max_batch=2, max_context=CONTEXT, prefill_chunk=16)
+    return build_reference_engine(checkpoint, directory / "engine", limits)
+
+
+@pytest.fixture
+def engine(directory: Path) -> LLMEngine:
+    return LLMEngine.open(directory, "reference", CoreConfig(enable_prefix_caching=False))
+
+
+def answer(engine: LLMEngine, prompt: str | list[int], **params: Any) -> CompletionOutput:
+    """The only answer to one request."""
+    engine.add_request(engine.prepare("r", prompt, SamplingParams(**params)))
+    while True:
+        for output in engine.step():
+            if output.finished:
+                return output.outputs[0]
+
+
+def ids(engine: LLMEngine, prompt: list[int], **params: Any) -> list[int]:
+    """Token ids of an answer."""
+    return answer(engine, prompt, **params).token_ids
+
+
+def test_greedy_takes_the_best_of_every_prefix(directory: Path, engine: LLMEngine) -> None:
+    found = answer(engine, PROMPT, **GREEDY, logprobs=0)
+    executor = open_poisoned(directory)
+    logits = feed(executor, Place(executor), PROMPT + found.token_ids[:-1], 16)[len(PROMPT) - 1 :]
+    assert found.token_ids == logits.argmax(-1).tolist()
+    exact = torch.from_numpy(logits).log_softmax(-1).max(-1).values
+    assert found.logprobs is not None
+    logprobs = [entry[token].logprob for entry, token in zip(found.logprobs, found.token_ids, strict=True)]
+    np.testing.assert_allclose(logprobs, exact, atol=1e-4)
+    assert found.cumulative_logprob == pytest.approx(exact.sum().item(), abs=1e-3)
+    assert found.finish_reason == "length"
+
+
+def test_text_is_that_of_the_ids(engine: LLMEngine) -> None:
+    found = answer(engine, "Hello, world", seed=1, max_tokens=40, ignore_eos=True)
+    assert found.text == engine.tokenizer.decode(found.token_ids)
+
+
+def test_an_engine_can_be_used_again(engine: LLMEngine) -> None:
+    first = ids(engine, PROMPT, **GREEDY)
+    assert ids(engine, PROMPT[:3], **GREEDY) != first
+    assert ids(engine, PROMPT, **GREEDY) == first
+
+
+def test_seed(engine: LLMEngine) -> None:
+    runs = [ids(engine, PROMPT, seed=s, max_tokens=20, ignore_eos=True) for s in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    unseeded = [ids(engine, PROMPT, max_tokens=20, ignore_eos=True) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_tokens(engine: LLMEngine, ignore_eos: bool) -> None:
+    """stop_token_ids end a generation, ignore_eos or not, but not before min_tokens; the stop token is the last one."""
+    every = ids(engine, PROMPT, **GREEDY)
+    stop = every[7]
+    params = GREEDY | {"ignore_eos": ignore_eos, "stop_token_ids": [stop]}
+    found = answer(engine, PROMPT, **params)
+    assert found.token_ids == every[: every.index(stop) + 1]
+    assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+    later = ids(engine, PROMPT, **params, min_tokens=12)
+    assert len(later) > 12 and stop not in later[:12]
+
+
+def test_eos(engine: LLMEngine) -> None:
+    every = ids(engine, PROMPT, **GREEDY)
+    engine.tokenizer.eos_token_ids = (every[4],)
+    found = answer(engine, PROMPT, temperature=0.0, max_tokens=20)
+    assert len(found.token_ids) == every.index(every[4]) + 1
+    assert (found.finish_reason, found.stop_reason) == ("stop", None)
+    assert ids(engine, PROMPT, **GREEDY) == every
+
+
+def test_penalties_see_prompt_and_output(engine: LLMEngine) -> None:
+    found = ids(engine, PROMPT, **GREEDY | {"max_tokens": 30, "repetition_penalty": 1e6})
+    assert len(set(found)) == 30 and not set(found) & set(PROMPT)
+
+
+def test_logit_bias(engine: LLMEngine) -> None:
+    plain = ids(engine, PROMPT, **GREEDY)
+    assert ids(engine, PROMPT, **GREEDY, logit_bias={5: 100}) == [5] * 20
+    assert plain[0] not in ids(engine, PROMPT, **GREEDY, logit_bias={plain[0]: -100})
+    with pytest.raises(UsageError, match="logit_bias has token ids"):
+        answer(engine, PROMPT, logit_bias={768: 1})
+
+
+def test_context_limit(engine: LLMEngine) -> None:
+    """K7: exactly at and one below the limit is served, one above is refused at once."""
+    for extra in (-1, 0):
+        most = CONTEXT - len(PROMPT) + extra
+        assert len(ids(engine, PROMPT, **GREEDY | {"max_tokens": most})) == most
+    with pytest.raises(UsageError, match=r"max_tokens is 51.*context of 100 tokens.*Lower max_tokens to 50"):
+        engine.prepare("r", PROMPT, SamplingParams(max_tokens=CONTEXT - len(PROMPT) + 1))
+    full = [*PROMPT, *PROMPT]
+    assert len(ids(engine, full[:-1], max_tokens=1)) == 1
+    with pytest.raises(UsageError, match="prompt has 100 tokens; this engine's context is 100"):
+        engine.prepare("r", full, SamplingParams(max_tokens=1))
+
+
+def test_without_max_tokens_the_context_is_the_end(engine: LLMEngine) -> None:
+    found = answer(engine, PROMPT, temperature=0.0, ignore_eos=True)
+    assert len(found.token_ids) == CONTEXT - len(PROMPT) and found.finish_reason == "length"
+
+
+@pytest.mark.parametrize("prompt", [[], "", [768], [-1], [1.5], [True], ["a"]])
+def test_prompts_that_cannot_be_served(engine: LLMEngine, prompt: Any) -> None:
+    with pytest.raises(UsageError, match="prompt"):
+        answer(engine, prompt, **GREEDY)
+    assert not engine.has_work()
+
+
+def test_a_wrong_schema_is_refused_at_once(engine: LLMEngine) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "nothing"}))
+    with pytest.raises(UsageError, match=r"structured_outputs\.json"):
+        engine.prepare("r", PROMPT, params)
+
+
+def test_non_finite_logits_are_an_error(directory: Path) -> None:
+    """S8: of that request, not of the engine."""
+    executor = ReferenceExecutor.open(directory)
+    executor._weights["head.norm"] = executor._weights["head.norm"] * torch.nan
+    engine = LLMEngine(EngineCore(executor), executor, Tokenizer(directory))
+    for _ in range(2):
+        found = answer(engine, PROMPT, **GREEDY)
+        assert found.finish_reason == "error" and "not finite" in (found.error or "")
+
+
+def test_torch_is_imported_by_the_reference_executor_only() -> None:
+    """The GPU path has no torch."""
+    modules = "flint_runtime.llm, flint_runtime.async_llm, flint_runtime.executors.plugin_host"
+    code = f"import sys; import {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
