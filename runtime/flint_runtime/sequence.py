@@ -37,6 +37,7 @@ class Sequence:
         "draw_head",
         "has_penalties",
         "in_flight",
+        "kept_boundary",
         "lookup",
         "max_length",
         "next_boundary",
@@ -78,6 +79,8 @@ class Sequence:
         """The next start of a step at which pages and snapshots must be seen to."""
         self.boundaries: list[int] = []
         """Where prefill is cut for a snapshot."""
+        self.kept_boundary = 0
+        """The last one at which a snapshot was taken."""
         self.admitted = False
         """Whether it ever had a place."""
         self.tainted = False

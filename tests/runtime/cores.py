@@ -103,7 +103,7 @@ def check_accounting(core: EngineCore) -> None:
     assert sorted(slots) == list(range(kv.config.max_num_seqs))
     spare = [*kv._snapshots, *kv._spare]
     assert sorted(spare) == list(range(kv.config.max_num_seqs, kv.config.num_slots))
-    nodes = _nodes(kv._root)
+    nodes = prefix_nodes(core)
     assert {id(n) for n in nodes if n.page != NONE} == {id(n) for n in kv._node_of.values()}
     assert all(kv._node_of[n.page] is n and n.page in pool._kept for n in nodes if n.page != NONE)
     assert len(pool._kept) == len(kv._node_of)
@@ -122,8 +122,9 @@ def check_idle(core: EngineCore) -> None:
     assert core._kv._rolling == 0
 
 
-def _nodes(root: PrefixNode) -> list[PrefixNode]:
-    found, todo = [], [root]
+def prefix_nodes(core: EngineCore) -> list[PrefixNode]:
+    """Every node of the prefix tree, the root included."""
+    found, todo = [], [core._kv._root]
     while todo:
         node = todo.pop()
         found.append(node)

@@ -19,7 +19,7 @@ from flint_runtime.errors import UsageError
 from flint_runtime.manifest import Limits, Phase
 from flint_runtime.memory import MemoryPlan
 from flint_runtime.request import EngineRequest
-from tests.runtime.cores import Collected, OracleLookup, check_accounting, check_idle, request, run
+from tests.runtime.cores import Collected, OracleLookup, check_accounting, check_idle, prefix_nodes, request, run
 from tests.runtime.fake_executor import FAKE, FakeExecutor, expected_tokens
 
 LIMITS = Limits(max_batch=8, max_context=1024, prefill_chunk=96)
@@ -160,6 +160,7 @@ def test_random_traffic(
     """K8: accounting returns to zero, no page has two owners, and tokens are those of the request alone."""
     with pytest.MonkeyPatch.context() as patch:
         _short_cuts(patch)
+        patch.setattr(scheduler, "_SPACING_TOKENS", 128)
         patch.setattr(sequence, "PromptLookup", OracleLookup)
         core, _ = open_core(
             limits=Limits(max_batch=6, max_context=512, prefill_chunk=chunk),
@@ -230,6 +231,17 @@ def test_the_first_request_is_never_preempted() -> None:
         steps += 1
     # A token every second step at least (prefill and decode alternate), and a few steps where it waits for a page.
     assert steps < 2 * first.max_tokens + 50 and core.stats().preemptions > 0
+
+
+def test_books_do_not_grow_with_traffic() -> None:
+    """S13: what is kept of requests that have ended is bounded by the pools."""
+    core, _ = open_core(pages=16, max_model_len=640)
+    sizes = []
+    for turn in range(6):
+        run(core, [request(f"{turn}.{i}", prompt(130, 100 * turn + i), 10) for i in range(40)])
+        check_idle(core)
+        sizes.append(len(prefix_nodes(core)))
+    assert sizes[-1] <= sizes[1] and max(sizes) <= core.stats().pages + 1
 
 
 @pytest.mark.parametrize(
@@ -332,6 +344,18 @@ def test_a_shared_beginning_is_found_at_its_second_use() -> None:
         assert found.tokens(one.request_id) == expected_tokens(one)
         cached.append(found.last(one.request_id).cached_tokens)
     assert cached == [0, 0, 192]
+
+
+def test_chunk_ends_of_a_long_prompt_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that already the second prompt with a long beginning in common saves most of it."""
+    monkeypatch.setattr(scheduler, "_SPACING_TOKENS", 128)
+    core, _ = open_core()
+    head = prompt(500)
+    run(core, [request("first", [*head, *prompt(200, 1)], 10)])
+    second = request("second", [*head, *prompt(200, 2)], 10)
+    found = run(core, [second])
+    assert found.last("second").cached_tokens == 384
+    assert found.tokens("second") == expected_tokens(second)
 
 
 @pytest.mark.usefixtures("short_cuts")

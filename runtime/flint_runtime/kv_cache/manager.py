@@ -161,15 +161,16 @@ class KVCacheManager:
         self.releases += 1
 
     def forget(self, table: BlockTable) -> None:
-        """What a sequence computed must not be used again."""
+        """What a sequence computed must not be used again; what it found may."""
         own = set(table.pages)
-        node: PrefixNode | None = table.node
-        while node is not None and node.parent is not None:
+        node = table.node
+        for _ in range(table.num_registered - table.cached_tokens // PAGE_TOKENS):
             self._drop_snapshot(node)
             if node.page in own:
                 self.pool.forget(node.page)
                 del self._node_of[node.page]
                 node.page = NONE
+            assert node.parent is not None
             node = node.parent
 
     def take_copies(self) -> list[tuple[int, int]]:

@@ -155,6 +155,17 @@ def test_what_is_forgotten_is_not_found() -> None:
     assert open_table(kv).cached_tokens == 0 and not kv._root.children
 
 
+def test_what_was_found_is_not_forgotten() -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [128])
+    table = open_table(kv)
+    kv.register(table, TOKENS, 300)
+    kv.snapshot(table, 256, rolling=False)
+    kv.forget(table)
+    kv.close(table)
+    assert open_table(kv).cached_tokens == 128
+
+
 def test_nothing_is_kept_without_prefix_caching() -> None:
     kv = KVCacheManager(replace(SIZES, enable_prefix_caching=False, num_slots=2))
     leave(kv, TOKENS, [])
