@@ -273,6 +273,8 @@ class EngineCore:
 
     def _begin(self, sequence: Sequence) -> None:
         """Prepare the sampling state of a sequence that got a place."""
+        if sequence.request.scheduled is None:
+            sequence.request.scheduled = time.monotonic()
         slot, count = sequence.table.slot, sequence.num_prompt
         if sequence.has_penalties:
             self._executor.begin_sequence(slot, sequence.tokens[:count], sequence.tokens[count:])

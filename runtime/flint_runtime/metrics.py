@@ -53,6 +53,8 @@ class RequestRecord:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    queue_time: float | None
+    """Seconds from arrival to its first step; None where it ended before."""
     time_to_first_token: float | None
     """Seconds; None where it ended without a token."""
     duration: float
@@ -67,7 +69,7 @@ class Metrics:
     time_to_first_token_seconds: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS))
     inter_token_latency_seconds: Histogram = field(default_factory=lambda: Histogram(_TOKEN_SECONDS))
     request_queue_time_seconds: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS))
-    """From arrival to the first step that has a token of the request."""
+    """From arrival to the first step that computes something for the request."""
     e2e_request_latency_seconds: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS))
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -80,6 +82,8 @@ class Metrics:
             self.request_success[reason] += 1
         self.prompt_tokens += record.prompt_tokens
         self.e2e_request_latency_seconds.observe(record.duration)
+        if record.queue_time is not None:
+            self.request_queue_time_seconds.observe(record.queue_time)
         level = logging.WARNING if record.errors else logging.INFO
         if logger.isEnabledFor(level):
             rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in asdict(record).items()}

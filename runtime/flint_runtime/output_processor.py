@@ -129,6 +129,7 @@ class _Request:
 
     def record(self, now: float) -> RequestRecord:
         """What to count and log of a finished request."""
+        started = [choice.core.scheduled for choice in self.choices if choice.core.scheduled is not None]
         first = self.first_token_time
         return RequestRecord(
             self.request_id,
@@ -136,6 +137,7 @@ class _Request:
             len(self.prompt_token_ids),
             self.cached_tokens,
             sum(choice.generated for choice in self.choices),
+            min(started) - self.arrival if started else None,
             None if first is None else first - self.arrival,
             now - self.arrival,
             [choice.error for choice in self.choices if choice.error is not None],
@@ -148,7 +150,7 @@ class _Choice:
     def __init__(
         self, request: _Request, index: int, core: EngineRequest, tokenizer: Tokenizer, thinking: bool
     ) -> None:
-        self.request, self.index, self.core_id = request, index, core.request_id
+        self.request, self.index, self.core, self.core_id = request, index, core, core.request_id
         self._params, self._stop_tokens, self._eos = core.params, core.stop_token_ids, core.eos_token_ids
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, core.params, thinking)

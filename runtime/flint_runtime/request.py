@@ -30,7 +30,7 @@ class Grammar(Protocol):
 
 @dataclass
 class EngineRequest:
-    """One generation. The core reads it and changes nothing but the grammar's state."""
+    """One generation. The core reads it and changes nothing but `scheduled` and the grammar's state."""
 
     request_id: str
     prompt: list[int]
@@ -45,6 +45,8 @@ class EngineRequest:
     grammar: Grammar | None = None
     arrival: float = 0.0
     """time.monotonic() at which it came."""
+    scheduled: float | None = None
+    """time.monotonic() at which its first step was submitted."""
 
 
 class TokenOutput(NamedTuple):  # of all tuples the quickest to make: there is one per token

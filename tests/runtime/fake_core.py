@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import SimpleNamespace
@@ -58,6 +59,7 @@ class FakeCore:
         return CoreStats(**{**values, "running": len(self.running)})
 
     def _next(self, request: EngineRequest, left: list[int]) -> CoreOutput:
+        request.scheduled = request.scheduled or time.monotonic()
         new = left[: self.per_step]
         del left[: self.per_step]
         stops = [i for i, token in enumerate(new) if token in request.stop_token_ids]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,3 +183,16 @@ def test_torch_is_imported_by_the_reference_executor_only() -> None:
     modules = "flint_runtime.llm, flint_runtime.async_llm, flint_runtime.executors.plugin_host"
     code = f"import sys; import {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_queue_time_ends_with_the_first_step(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """Two of three requests run at once; the third waits until one of them is done."""
+    with caplog.at_level(logging.INFO, logger="flint_runtime"):
+        for name in "abc":
+            engine.add_request(engine.prepare(name, PROMPT, SamplingParams(**GREEDY)))
+        while engine.has_unfinished_requests():
+            engine.step()
+    first, second, third = (json.loads(record.message) for record in caplog.records)
+    assert first["queue_time"] <= second["queue_time"] < second["time_to_first_token"]
+    assert first["duration"] <= third["queue_time"] < third["time_to_first_token"]
+    assert engine.metrics.request_queue_time_seconds.count == 3

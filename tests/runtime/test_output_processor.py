@@ -183,11 +183,12 @@ def test_metrics_and_log(caplog: pytest.LogCaptureFixture) -> None:
     assert record["event"] == "request_finished" and record["request_id"] == "r"
     assert record["finish_reasons"] == ["stop"] * 2
     assert (record["prompt_tokens"], record["generated_tokens"]) == (4, 10)
-    assert 0 <= record["time_to_first_token"] <= record["duration"]
+    assert 0 <= record["queue_time"] <= record["time_to_first_token"] <= record["duration"]
     found = engine.snapshot()
     assert (found["prompt_tokens"], found["generation_tokens"], found["running"]) == (4, 10, 0)
     assert found["request_success"] == {"stop": 2, "length": 0, "abort": 0, "error": 0}
     assert sum(found["time_to_first_token_seconds"]["counts"]) == 1
+    assert sum(found["request_queue_time_seconds"]["counts"]) == 1
     assert sum(found["inter_token_latency_seconds"]["counts"]) == 8
     assert last.metrics is not None and last.metrics.first_token_time is not None
     assert last.metrics.arrival_time <= last.metrics.first_token_time
