@@ -60,6 +60,8 @@ class CoreConfig:
             )
         if self.num_speculative_tokens < 0:
             raise UsageError(f"num_speculative_tokens must not be negative, found {self.num_speculative_tokens}.")
+        if not self.prefill_target_seconds > 0:
+            raise UsageError(f"prefill_target_seconds must be above 0, found {self.prefill_target_seconds}.")
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,24 @@ def test_requests_that_can_never_be_served(tokens: int, max_tokens: int, message
     run(core, [request("fits", prompt(600), 40)])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"gpu_memory_utilization": 0.0}, {"gpu_memory_utilization": 1.1}, {"num_speculative_tokens": -1},
+     {"prefill_target_seconds": 0.0}],
+)  # fmt: skip
+def test_invalid_configs(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(options))} must"):
+        CoreConfig(**options)
+
+
+def test_a_share_of_the_free_memory_is_taken() -> None:
+    sizes = [
+        EngineCore(FakeExecutor(LIMITS, memory_bytes=1 << 28), CoreConfig(gpu_memory_utilization=share)).kv_cache
+        for share in (0.5, 1.0)
+    ]
+    assert 1.9 < sizes[1].num_pages / sizes[0].num_pages < 2.2
+
+
 def test_invalid_ids() -> None:
     core, _ = open_core()
     with pytest.raises(UsageError, match="outside the vocabulary of 64"):
