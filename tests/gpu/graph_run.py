@@ -28,7 +28,9 @@ def first_layers(file: GraphFile, layers: int) -> GraphFile:
 
     last, new_last = (f"layers.{layer}.mlp." for layer in (max(numbers), layers - 1))
     nodes = tuple(
-        replace(node, inputs=tuple(name.replace(last, new_last) for name in node.inputs)) if node.name == "head" else node
+        replace(node, inputs=tuple(name.replace(last, new_last) for name in node.inputs))
+        if node.name == "head"
+        else node
         for node in file.nodes
         if kept(node.name)
     )
@@ -73,7 +75,9 @@ class GraphRun:
         memory: weights and states by graph input name, on the GPU. Steps change the states.
     """
 
-    def __init__(self, file: GraphFile, config: ModelConfig, limits: Limits, phase: Phase, memory: Mapping[str, Tensor]):
+    def __init__(
+        self, file: GraphFile, config: ModelConfig, limits: Limits, phase: Phase, memory: Mapping[str, Tensor]
+    ):
         self.file, self.memory = file, memory
         self._own = [
             name

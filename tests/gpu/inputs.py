@@ -19,7 +19,7 @@ Device = torch.device | str
 
 
 def random_packed(fmt: str, lead: tuple[int, ...], rows: int, columns: int, device: Device = "cpu") -> Tensor:
-    """A random packed weight; its products with x of unit variance (NVFP4: times `random_scale`) have about unit variance.
+    """A random packed weight; its products with x (NVFP4: times `random_scale`) have about the variance of x.
 
     NVFP4 codes are any bytes, and block scales E4M3 from 0.5 to 2; both stand where `flint_plugins.layout` says.
     """

@@ -174,6 +174,11 @@ def run_op(
     return op()
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes; NaN equals itself."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
 def time_op(
     op_name: str,
     fields: Mapping[str, FieldValue],

@@ -10,9 +10,9 @@ correct runs go different ways. So a run is compared twice:
 
 Two such runs differ like a random walk of some 16 roundings a layer. One rounding, with its counterpart, is off by
 2^-9.7 of the value in the mean: DRIFT. The oracle against itself with perturbed FP32 sums gave 0.0095 of the logits'
-deviation after 4 layers, 0.018 after 12 and 0.034 after 49 (CPU, narrow models), the largest of 50,000 logits five times
-that: the formula says 0.0096, 0.017 and 0.034. The tests allow twice that in the root mean square, and eight times for
-the largest of 10^7.
+deviation after 4 layers, 0.018 after 12 and 0.034 after 49 (CPU, narrow models), the largest of 50,000 logits five
+times that: the formula says 0.0096, 0.017 and 0.034. The tests allow twice that in the root mean square, eight times
+for the largest of 10^7.
 
 Every pool starts as NaN (K5), and pages stand in random order.
 """
@@ -88,7 +88,7 @@ class Model:
             self.sequences.append(Track(ids, pages, len(lengths) - slot))
 
     def step(self, phase: Phase, news: dict[int, int], rows: int = 4) -> tuple[Step, Taps]:
-        """Run the next `news[i]` tokens of each sequence i, with logits of its last `rows` tokens; note what it gave."""
+        """Run the next `news[i]` tokens of each sequence i, with logits of its last `rows` tokens, and note them."""
         parts = []
         for index, new in news.items():
             seq = self.sequences[index]
@@ -130,7 +130,9 @@ class Model:
             print(f"sequence {index}: rms {rms:.4f}, largest {largest:.4f}, margin {margin:.4f}, expected {drift:.4f}")
             assert rms < 2 * drift, f"sequence {index}: rms {rms:.4f}, expected {drift:.4f}"
             assert largest < 8 * drift, f"sequence {index}: largest {largest:.4f}, expected rms {drift:.4f}"
-            assert margin < 4 * math.sqrt(2) * drift, f"sequence {index}: the arg-max is {margin:.4f} below the oracle's"
+            assert margin < 4 * math.sqrt(2) * drift, (
+                f"sequence {index}: the arg-max is {margin:.4f} below the oracle's"
+            )
 
 
 def check_nodes(model: Model, phase: Phase, step: Step, taps: Taps) -> None:

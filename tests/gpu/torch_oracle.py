@@ -1,8 +1,8 @@
 """Flint in plain PyTorch on any device, from an engine's packed weights, by the rules of the design's numerics.
 
-What the plugins are compared with where the reference executor is too slow: full widths, thousands of tokens, 49 layers.
-It shares no code with the reference ops (tests/runtime/test_torch_oracle.py compares the two on the CPU). Sums are FP64,
-rounded to FP32 once: the value that every order of an FP32 sum approximates.
+What the plugins are compared with where the reference executor is too slow: full widths, thousands of tokens, 49
+layers. It shares no code with the reference ops (tests/runtime/test_torch_oracle.py compares the two on the CPU). Sums
+are FP64, rounded to FP32 once: the value that every order of an FP32 sum approximates.
 
 An op's result comes with an allowance per element, how far a correct kernel may be from it. It is built from what the
 op really rounds and adds:
@@ -26,6 +26,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ Tensors = Mapping[str, Tensor]
 STEP, SUM, FLIPS = 2.0**-7, 2.0**-14, 2.0**-6
 NORM_TERMS = 22
 ALL = 2.0**-10
-"""Of the values' root mean square. Flips are rare, so it is below one rounding (2^-9); wrong factors or orders are not."""
+"""Of the values' root mean square. Flips are rare, so they stay below one rounding (2^-9); wrong factors do not."""
 ATTENTION_ALL = 2.0**-8
 """The same for attention, where every P is rounded, relative to one maximum or another."""
 ROUTE_MARGIN = 1e-3
@@ -88,7 +90,7 @@ def _unpack_nvfp4(packed: Tensor) -> Tensor:
     return values.reshape(*lead, panels * PANEL_ROWS, columns)
 
 
-def _table(values: Sequence[float], index: Tensor) -> Tensor:
+def _table(values: npt.NDArray[np.float32], index: Tensor) -> Tensor:
     return torch.as_tensor(values).to(index.device, torch.bfloat16)[index.int()]
 
 
@@ -127,7 +129,7 @@ def sums(x: Tensor, weight: Tensor) -> Tensor:
 
 def norm_flip(columns: int) -> float:
     """What one flip of the norm moves a sum of K terms, of q."""
-    return STEP * NORM_TERMS / columns**0.5
+    return STEP * NORM_TERMS / math.sqrt(columns)
 
 
 def rounded(found: Product, before: float) -> Bounded:
@@ -206,7 +208,7 @@ def norm_moe(fields: Fields, t: Tensors, chosen: Tensor | None = None) -> dict[s
     """Residual add and norm, router, experts, combine.
 
     Args:
-        chosen: experts [T, k] to take instead of the router's choice; their weights follow from the logits all the same.
+        chosen: experts [T, k] to take instead of the router's choice; their weights follow from the logits as ever.
     """
     x, residual = add_norm(fields, t)
     logits = sums(x, t["router"])
@@ -263,7 +265,7 @@ def norm_qkv_rope(fields: Fields, t: Tensors) -> dict[str, Bounded]:
     """q [T, Hq, D], k and v [T, Hkv, D] as the cache takes them, and residual_out (where there is a residual)."""
     heads, kv_heads, dim = (int(fields[name]) for name in ("num_heads", "num_kv_heads", "head_dim"))
     x, residual = add_norm(fields, t)
-    sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
     scales = [None] * 3 if "qkv_scale" not in t else list(t["qkv_scale"])
     outputs = {}
     for name, weight, scale in zip("qkv", torch.split(unpack(t["qkv"]), sizes), scales, strict=True):
@@ -399,7 +401,9 @@ def forward(
         if config.is_dense(layer):
             out = norm_mlp(eps, t | _bound(weights, f"{name}.mlp", gate_up="gate_up", down="down"))
         else:
-            parts = {f"{kind}_{part}": f"{kind}.{part}" for kind in ("experts", "shared") for part in ("gate_up", "down")}
+            parts = {
+                f"{kind}_{part}": f"{kind}.{part}" for kind in ("experts", "shared") for part in ("gate_up", "down")
+            }
             out = norm_moe(eps, t | _bound(weights, f"{name}.mlp", router="router", **parts), chosen.get(layer))
         delta, residual = out["out"].value, out["residual_out"].value
         stream = {"delta": delta, "residual": residual}

@@ -73,7 +73,9 @@ def test_an_op_gives_the_references_bits(op: str, fmt: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 33])
 @pytest.mark.parametrize(("length", "new"), [(1, 1), (40, 40), (100, 3), (200, 130)])
-def test_attention_gives_the_references_bits(length: int, new: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_gives_the_references_bits(
+    length: int, new: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(oracle, "_BLOCK_LOGITS", 50 * 16 * length)  # several blocks of queries
     q, k, v = (torch.randn(n, heads, 128).bfloat16() for n, heads in ((new, 16), (length, 2), (length, 2)))
     sinks = torch.randn(16)
@@ -94,7 +96,7 @@ def test_attention_gives_the_references_bits(length: int, new: int, window: int,
 
 
 def truncated_sums(x: Tensor, weight: Tensor) -> Tensor:
-    """Sums as tensor cores make them: 16 terms exactly, added to an FP32 sum that is cut off, in an order of its own."""
+    """Sums as tensor cores make them: 16 terms exactly, added to an FP32 sum that is cut off, in another order."""
     order = torch.randperm(x.shape[1])
     total = torch.zeros(x.shape[0], weight.shape[0])
     for group in order.split(16):
@@ -166,7 +168,7 @@ def test_allowances_do_not_hold_for_wrong_results(op: str) -> None:
     scale = next(key for key in inputs if key.endswith("_scale"))
     wrong_scale = oracle.OPS[op](fields, {**inputs, scale: inputs[scale] * 1.05})[name].value
     for wrong in (expected[name].value * (1 + 2**-6), wrong_scale, expected[name].value.roll(1, 0)):
-        with pytest.raises(AssertionError, match="rms error|differ"):
+        with pytest.raises(AssertionError, match=r"rms error|differ"):
             oracle.check(wrong, expected[name], oracle.ALL, name)
     spoilt = expected[name].value.clone()
     spoilt.view(-1)[7] = torch.nan
