@@ -1,17 +1,20 @@
 """Graph export: the prefill and the decode graph of an engine, made of plugin nodes only.
 
 Weights, step metadata and KV pools are graph inputs, so a graph holds no data and exports in well under a second.
-Every pool is also a graph output under its aliased name (`kv.3` -> `kv.3.out`): the runtime binds both to one address.
+Every state that a step changes is also a graph output under its aliased name (`kv.3` -> `kv.3.out`): the runtime binds
+both to one address.
 
 Graph inputs, besides the weights of `flint_builder.weights` (dtype int32 unless said otherwise):
 
     token_ids [T]       query_start [B+1]   page_table [B, P]    logits_rows [R]
     positions [T]       seq_lens [B]        ring_slot [B]
     per row of logits, [R]: temperature, top_p, min_p, {repetition,presence,frequency}_penalty (float32),
-    top_k, seed [R, 2], draw_index, sample_slot
-    states: kv.{layer} (bfloat16; paged or ring), token_counts [slots, V]
+    top_k, seed [R, 2], draw_index, forced_token, sample_flags, sample_slot
+    states: kv.{layer} (bfloat16; paged or ring), and per sample slot token_counts [slots, V], last_tokens [slots],
+    logit_bias [slots, V] (float32), token_mask [slots, V/32]
 
-Graph outputs: logits [R, V] float32, tokens [R], logprobs [R], top_tokens and top_logprobs [R, 20], the states.
+Graph outputs: logits [R, V] float32, tokens [R], logprobs [R], top_tokens and top_logprobs [R, 20], and the states
+but logit_bias and token_mask, which no node writes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from flint_builder.weights import EngineTensor, WeightFile
-from flint_plugins.ops import DOMAIN, MAX_LOGPROBS, OPS, PAGE_TOKENS, VERSION, Binding, DType, FieldValue
+from flint_plugins.ops import DOMAIN, MASK_TOKENS, MAX_LOGPROBS, OPS, PAGE_TOKENS, VERSION, Binding, DType, FieldValue
 from flint_runtime.config import ModelConfig
 from flint_runtime.manifest import Limits, Phase, WeightFormat, ring_tokens
 
@@ -54,6 +57,8 @@ _SAMPLING_INPUTS: dict[str, tuple[DType, Shape]] = {
     "frequency_penalty": ("f32", ("R",)),
     "seed": ("i32", ("R", 2)),
     "draw_index": ("i32", ("R",)),
+    "forced_token": ("i32", ("R",)),
+    "sample_flags": ("i32", ("R",)),
     "sample_slot": ("i32", ("R",)),
 }
 
@@ -121,8 +126,13 @@ class _Export:
             del metadata["page_table"]
         if not config.sliding_layers:
             del metadata["ring_slot"]
-        state: dict[str, tuple[DType, Shape]] = {"token_counts": ("i32", ("sample_slots", config.vocab_size))}
-        for name, (dtype, shape) in {**metadata, **_SAMPLING_INPUTS, **pools, **state}.items():
+        states: dict[str, tuple[DType, Shape]] = {
+            "token_counts": ("i32", ("sample_slots", config.vocab_size)),
+            "last_tokens": ("i32", ("sample_slots",)),
+            "logit_bias": ("f32", ("sample_slots", config.vocab_size)),
+            "token_mask": ("i32", ("sample_slots", config.vocab_size // MASK_TOKENS)),
+        }
+        for name, (dtype, shape) in {**metadata, **_SAMPLING_INPUTS, **pools, **states}.items():
             self._add_input(name, dtype, shape)
         self.weight_tensors: dict[str, EngineTensor] = {t.name: t for file in files for t in file.tensors}
         for tensor in self.weight_tensors.values():
@@ -144,7 +154,8 @@ class _Export:
         )
         rows: dict[str, Shape] = {"tokens": ("R",), "logprobs": ("R",)}
         rows |= {name: ("R", MAX_LOGPROBS) for name in ("top_tokens", "top_logprobs")}
-        names = {name: name for name in rows} | {"token_counts_out": "token_counts.out"}
+        names = {name: name for name in rows}
+        names |= {f"{state}_out": f"{state}.out" for state in ("token_counts", "last_tokens")}
         sample = self._node("Sample", "sample", {}, {"logits": head["logits"]}, rows, names)
         self.outputs[:0] = [head["logits"], *(sample[name] for name in rows)]
 

@@ -20,6 +20,7 @@ import onnx
 from flint_plugins.library import LibraryError, check_library, find_stub
 from flint_plugins.ops import DOMAIN, OPS, VERSION, FieldValue, SchemaError
 from flint_runtime.errors import FlintError, UnsupportedError
+from flint_runtime.executors.tensorrt import MODULES
 
 PlanBackend = Literal["tensorrt-rtx", "tensorrt"]
 Shape = tuple[int, ...]
@@ -28,11 +29,6 @@ Profile = Mapping[str, tuple[Shape, Shape, Shape]]
 OnMessage = Callable[[str, str], None]
 """Called with severity ("error", "warning", "info", "verbose") and text of each TensorRT message."""
 
-_MODULES: dict[PlanBackend, tuple[str, str]] = {
-    "tensorrt-rtx": ("tensorrt_rtx", "rtx"),
-    "tensorrt": ("tensorrt", "tensorrt"),
-}
-"""Python module of a backend and the extra that installs it."""
 _RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 """What TensorRT-RTX 1.7 offers."""
 _MAX_QUOTED = 4
@@ -48,11 +44,11 @@ def import_backend(backend: PlanBackend) -> Any:
     Raises:
         UnsupportedError: it is not installed, or its libraries cannot be loaded; names the extra that installs it.
     """
-    if backend not in _MODULES:
+    if backend not in MODULES:
         raise UnsupportedError(
             f"There is no plan backend '{backend}'; choose one of {', '.join(get_args(PlanBackend))}."
         )
-    module, extra = _MODULES[backend]
+    module, extra = MODULES[backend]
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:

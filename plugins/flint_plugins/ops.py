@@ -35,6 +35,10 @@ PAGE_TOKENS = 64
 """Tokens of one page of the global KV pool."""
 MAX_LOGPROBS = 20
 """Alternatives that Sample reports per row."""
+MASK_TOKENS = 32
+"""Tokens of one word of token_mask; the vocabulary is whole words."""
+USE_BIAS, USE_MASK = 1, 2
+"""Bits of sample_flags."""
 
 
 class SchemaError(ValueError):
@@ -227,9 +231,15 @@ _MLP_OUT = (Binding("out", ("bf16",), ("T", "H")), Binding("residual_out", ("bf1
 _OPS = (
     Op(
         "Embedding",
-        "out[t] = table[token_ids[t]]",
+        "out[t] = table[token], where token = token_ids[t], or last_tokens[-1 - token_ids[t]] if that is negative: so "
+        "a step can be prepared before the tokens that the one before it draws are known. A token outside [0, V) and a "
+        "slot outside [0, Q) give NaN.",
         (),
-        (Binding("token_ids", ("i32",), ("T",)), Binding("table", ("bf16",), ("V", "H"))),
+        (
+            Binding("token_ids", ("i32",), ("T",)),
+            Binding("last_tokens", ("i32",), ("Q",)),
+            Binding("table", ("bf16",), ("V", "H")),
+        ),
         (Binding("out", ("bf16",), ("T", "H")),),
     ),
     Op(
@@ -338,9 +348,13 @@ _OPS = (
     ),
     Op(
         "Sample",
-        "Penalties, temperature, top-k, top-p, min-p, a seeded draw and logprobs, per row of logits. temperature 0 is "
-        "greedy; top_k <= 0, top_p >= 1 and min_p <= 0 are off. token_counts[slot][v] holds the times v was "
-        "generated, plus 2**30 where v stands in the prompt; the drawn token is counted in place.",
+        "Bias, mask, penalties, temperature, top-k, top-p, min-p, a seeded draw and logprobs, per row of logits. "
+        "temperature 0 is greedy; top_k <= 0, top_p >= 1 and min_p <= 0 are off. A row uses the states of its "
+        "sample_slot (-1: of none): token_counts[slot][v] holds the times v was generated, plus 2**30 where v is in "
+        "the prompt; logit_bias[slot] is added to the logits if sample_flags has USE_BIAS; bit v % 32 of word v / 32 "
+        "of token_mask[slot] must be set for v to be drawn if it has USE_MASK. The drawn token is counted, and kept in "
+        "last_tokens, in place. forced_token >= 0: this token and its logprob are the row's result, and no state "
+        "changes; -1: draw.",
         (),
         (
             Binding("logits", ("f32",), ("R", "V")),
@@ -353,8 +367,13 @@ _OPS = (
             Binding("frequency_penalty", ("f32",), ("R",)),
             Binding("seed", ("i32",), ("R", "2")),
             Binding("draw_index", ("i32",), ("R",)),
+            Binding("forced_token", ("i32",), ("R",)),
+            Binding("sample_flags", ("i32",), ("R",)),
             Binding("sample_slot", ("i32",), ("R",)),
             Binding("token_counts", ("i32",), ("Q", "V")),
+            Binding("last_tokens", ("i32",), ("Q",)),
+            Binding("logit_bias", ("f32",), ("Q", "V")),
+            Binding("token_mask", ("i32",), ("Q", f"V/{MASK_TOKENS}")),
         ),
         (
             Binding("tokens", ("i32",), ("R",)),
@@ -362,6 +381,7 @@ _OPS = (
             Binding("top_tokens", ("i32",), ("R", str(MAX_LOGPROBS))),
             Binding("top_logprobs", ("f32",), ("R", str(MAX_LOGPROBS))),
             Binding("token_counts_out", ("i32",), ("Q", "V"), (), "token_counts"),
+            Binding("last_tokens_out", ("i32",), ("Q",), (), "last_tokens"),
         ),
         (f"V >= {MAX_LOGPROBS}",),
     ),

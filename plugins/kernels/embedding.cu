@@ -10,9 +10,14 @@ constexpr uint32_t kNAN_PAIR = 0x7FFF7FFF;
 
 /// Grid (T); each block copies one row.
 __global__ void __launch_bounds__(kTHREADS)
-    embeddingKernel(int32_t const* __restrict__ tokenIds, uint4 const* __restrict__ table, uint4* __restrict__ out,
-                    int64_t vocabulary, int64_t vectors) {
-    int64_t const token = tokenIds[blockIdx.x];
+    embeddingKernel(int32_t const* __restrict__ tokenIds, int32_t const* __restrict__ lastTokens,
+                    uint4 const* __restrict__ table, uint4* __restrict__ out, int64_t slots, int64_t vocabulary,
+                    int64_t vectors) {
+    int token = tokenIds[blockIdx.x];
+    if (token < 0) {
+        int const slot = -1 - token;
+        token = slot < slots ? lastTokens[slot] : -1;
+    }
     uint4* const row = out + blockIdx.x * vectors;
     if (token < 0 || token >= vocabulary) {
         for (int64_t i = threadIdx.x; i < vectors; i += kTHREADS) {
@@ -20,7 +25,7 @@ __global__ void __launch_bounds__(kTHREADS)
         }
         return;
     }
-    uint4 const* const source = table + token * vectors;
+    uint4 const* const source = table + int64_t{token} * vectors;
 #pragma unroll 1 // a thread copies two vectors; unrolled for more, ptxas spills
     for (int64_t i = threadIdx.x; i < vectors; i += kTHREADS) {
         row[i] = __ldg(source + i);
@@ -37,8 +42,8 @@ cudaError_t launchEmbedding(EmbeddingParams const& params, cudaStream_t stream) 
         return cudaSuccess;
     }
     embeddingKernel<<<static_cast<unsigned>(params.tokens), kTHREADS, 0, stream>>>(
-        params.token_ids, static_cast<uint4 const*>(params.table), static_cast<uint4*>(params.out), params.vocabulary,
-        params.hidden / kVECTOR);
+        params.token_ids, params.last_tokens, static_cast<uint4 const*>(params.table), static_cast<uint4*>(params.out),
+        params.slots, params.vocabulary, params.hidden / kVECTOR);
     return cudaGetLastError();
 }
 

@@ -26,18 +26,22 @@ union DrawKernelShared {
     WideShared wide;
 };
 
-/// The maximum of a group of which each lane has `valid` logits; NaN if one is not finite.
-__device__ __forceinline__ float groupMax(float const (&l)[4], int valid) {
-    bool finite = true;
+/// The maximum of a group of which each lane has four logits, if it `found` some; NaN if one is not finite, or, of
+/// adjusted ones, NaN.
+template <bool Adjusted>
+__device__ __forceinline__ float groupMax(float const (&l)[4], bool found) {
+    bool good = true;
     uint32_t order = 0;
+    if (found) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        finite &= i >= valid || isFinite(l[i]);
-        order = i < valid ? max(order, orderOf(l[i])) : order;
+        for (int i = 0; i < 4; ++i) {
+            good &= Adjusted ? !isnan(l[i]) : isFinite(l[i]);
+            order = max(order, orderOf(l[i]));
+        }
     }
-    finite = __all_sync(kALL, finite);
+    good = __all_sync(kALL, good);
     order = __reduce_max_sync(kALL, order);
-    return finite ? valueOf(order) : NAN;
+    return good ? valueOf(order) : NAN;
 }
 
 /// Grid (ceil(groups / (kGROUP_WARPS * PerWarp)), R): each warp reduces `PerWarp` groups of a row.
@@ -51,12 +55,12 @@ __global__ void __launch_bounds__(kGROUP_WARPS* kWARP)
     if (blockIdx.x == 0 && row == 0 && threadIdx.x == 0) {
         *groups.rowsDone = 0;
     }
-    Row const source = rowOf(params, groups, row);
+    Row const source = rowOf(params, row);
     float l[PerWarp][4];
-    int valid[PerWarp];
+    bool found[PerWarp];
 #pragma unroll
     for (int n = 0; n < PerWarp; ++n) {
-        valid[n] = source.load<false>(first + n, lane, l[n]);
+        found[n] = source.load<false>(first + n, lane, l[n]);
     }
 #pragma unroll
     for (int n = 0; n < PerWarp; ++n) {
@@ -65,22 +69,22 @@ __global__ void __launch_bounds__(kGROUP_WARPS* kWARP)
             return;
         }
         int64_t const place = static_cast<int64_t>(row) * groups.groups + group;
-        float const maximum = groupMax(l[n], valid[n]);
+        float const maximum = groupMax<false>(l[n], found[n]);
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            sum += i < valid[n] ? __expf(l[n][i] - maximum) : 0.0f;
+            sum += found[n] ? __expf(l[n][i] - maximum) : 0.0f;
         }
         sum = warpSum(sum);
         if (lane == 0) {
             groups.raw[place] = make_float2(maximum, sum);
         }
-        if (source.counts != nullptr) {
-            float penalised[4];
-            source.load<true>(group, lane, penalised);
-            float const penalisedMax = groupMax(penalised, valid[n]);
+        if (source.adjusted) {
+            float adjusted[4];
+            source.load<true>(group, lane, adjusted);
+            float const adjustedMax = groupMax<true>(adjusted, found[n]);
             if (lane == 0) {
-                groups.penalisedMax[place] = penalisedMax;
+                groups.adjustedMax[place] = adjustedMax;
             }
         }
     }
@@ -113,18 +117,20 @@ __device__ bool combineGroups(float2 const* raw, int groups, LogSoftmax& result,
     return finite;
 }
 
-/// Whether no penalised logit of a row is NaN: a penalty that is NaN makes such.
-__device__ bool allFinite(float const* penalisedMax, int groups) {
-    bool finite = true;
+/// Whether a token can be drawn from a row's adjusted logits: none is NaN, as a bias or penalty that is NaN makes them,
+/// and not every token is forbidden.
+__device__ bool canDraw(float const* adjustedMax, int groups) {
+    bool good = true, allowed = false;
     for (int group = threadIdx.x; group < groups; group += kTHREADS) {
-        finite &= isFinite(penalisedMax[group]);
+        good &= !isnan(adjustedMax[group]);
+        allowed |= adjustedMax[group] > -INFINITY;
     }
-    return __syncthreads_and(finite);
+    return __syncthreads_and(good) && __syncthreads_or(allowed);
 }
 
-/// Count the drawn tokens once every row has its token: rows that share a slot all see the counts from before the step.
-/// Called by one block per row, which has written the row's token.
-__device__ void countTokens(SampleParams const& params, Groups const& groups) {
+/// Count and keep the drawn tokens once every row has its token: rows that share a slot all see the states from before
+/// the step. Called by one block per row, which has written the row's token.
+__device__ void recordTokens(SampleParams const& params, Groups const& groups) {
     __syncthreads();
     bool last = params.rows == 1;
     if (!last && threadIdx.x == 0) {
@@ -136,10 +142,24 @@ __device__ void countTokens(SampleParams const& params, Groups const& groups) {
         return;
     }
     for (int64_t row = threadIdx.x; row < params.rows; row += kTHREADS) {
-        int const token = __ldcg(params.tokens + row), slot = params.sample_slot[row];
+        int const token = __ldcg(params.tokens + row), slot = slotOf(params, row);
         if (token >= 0 && slot >= 0) {
             atomicAdd(params.token_counts + slot * params.vocabulary + token, 1);
         }
+    }
+    // One warp, and a warp's rows at a time, so that the last of the rows that share a slot is the one that stays.
+    if (threadIdx.x / kWARP != kWARPS - 1) {
+        return;
+    }
+    int const lane = threadIdx.x % kWARP;
+    for (int64_t first = 0; first < params.rows; first += kWARP) {
+        int64_t const row = first + lane;
+        int const slot = row < params.rows ? slotOf(params, row) : -1;
+        int const last = kWARP - 1 - __clz(static_cast<int>(__match_any_sync(kALL, slot)));
+        if (slot >= 0 && slot < params.slots && lane == last) {
+            params.last_tokens[slot] = __ldcg(params.tokens + row);
+        }
+        __syncwarp();
     }
 }
 
@@ -157,7 +177,7 @@ __global__ void __launch_bounds__(kTHREADS, 1) // two blocks' registers would no
     int64_t const firstGroup = static_cast<int64_t>(row) * groups.groups;
     float2 const* const raw = groups.raw + firstGroup;
     // All loads come before anything that depends on one, so that their latency is paid once.
-    Row const ownSource = rowOf(params, groups, row);
+    Row const ownSource = rowOf(params, row);
     Draw ownDraw;
     ownDraw.temperature = params.temperature[row];
     ownDraw.topP = params.top_p[row];
@@ -176,15 +196,15 @@ __global__ void __launch_bounds__(kTHREADS, 1) // two blocks' registers would no
     __syncthreads();
 
     topK = topK > 0 && topK < source.vocabulary ? topK : 0;
-    bool const greedy = !(draw.temperature > 0.0f);
+    bool const greedy = source.forced >= 0 || !(draw.temperature > 0.0f);
     bool wide = !greedy && (topK == 0 || topK > kLIMITED);
     if (rank != 0 && !wide) {
         return;
     }
-    bool const neutral = source.counts == nullptr;
-    float const* const maxima = neutral ? &raw->x : groups.penalisedMax + firstGroup;
+    bool const neutral = !source.adjusted;
+    float const* const maxima = neutral ? &raw->x : groups.adjustedMax + firstGroup;
     int const stride = neutral ? 2 : 1;
-    finite = finite && source.validSlot && (neutral || allFinite(maxima, groups.groups));
+    finite = finite && source.valid && (neutral || canDraw(maxima, groups.groups));
     int token = kNO_TOKEN;
     if (finite && rank == 0) {
         int const needed = greedy ? 1 : topK;
@@ -208,7 +228,7 @@ __global__ void __launch_bounds__(kTHREADS, 1) // two blocks' registers would no
                 tied = found == kTOO_MANY;
             }
             if (greedy) {
-                token = indexOfKey(select.sorted[0]);
+                token = source.forced >= 0 ? source.forced : indexOfKey(select.sorted[0]);
             } else if (!tied) {
                 token = drawFromList(select.sorted, found, topK, draw, shared.draw);
             } else {
@@ -232,7 +252,7 @@ __global__ void __launch_bounds__(kTHREADS, 1) // two blocks' registers would no
         params.tokens[row] = token;
         params.logprobs[row] = finite ? logSoftmax(source.logits[token]) : NAN;
     }
-    countTokens(params, groups);
+    recordTokens(params, groups);
 }
 
 /// Blocks that share a row which needs a scan. Results do not depend on it, only how many SMs work on few rows.
@@ -281,7 +301,7 @@ size_t sampleWorkspaceBytes(int64_t rows, int64_t vocabulary) {
 }
 
 cudaError_t launchSample(SampleParams const& params, cudaStream_t stream) {
-    if (params.vocabulary < kTOP || params.vocabulary > kMAX_VOCABULARY) {
+    if (params.vocabulary < kTOP || params.vocabulary > kMAX_VOCABULARY || params.vocabulary % kMASK_TOKENS != 0) {
         return cudaErrorInvalidValue;
     }
     if (params.rows == 0) {
@@ -293,10 +313,8 @@ cudaError_t launchSample(SampleParams const& params, cudaStream_t stream) {
     auto* const bytes = static_cast<char*>(params.workspace);
     groups.rowsDone = reinterpret_cast<uint32_t*>(bytes);
     groups.raw = reinterpret_cast<float2*>(bytes + roundUp(sizeof(uint32_t)));
-    groups.penalisedMax =
+    groups.adjustedMax =
         reinterpret_cast<float*>(bytes + roundUp(sizeof(uint32_t)) + roundUp(entries * sizeof(float2)));
-    auto const address = reinterpret_cast<uintptr_t>(params.logits) | reinterpret_cast<uintptr_t>(params.token_counts);
-    groups.aligned = params.vocabulary % 4 == 0 && address % 16 == 0;
     // Enough blocks to fill a GPU with few rows, enough loads in flight per warp with many; the same bits either way.
     cudaError_t const status =
         params.rows < 8 ? launchGroups<1>(params, groups, stream) : launchGroups<4>(params, groups, stream);

@@ -90,7 +90,8 @@ def generate(
     executor: Annotated[
         ExecutorChoice,
         typer.Option(
-            help="What runs the graph. plugin-host: a GPU, without TensorRT. reference: the CPU, exact and slow."
+            help="What runs the graph. tensorrt: a GPU, through the engine's plans. plugin-host: a GPU, without "
+            "TensorRT. reference: the CPU, exact and slow. auto: the first of these that can."
         ),
     ] = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,

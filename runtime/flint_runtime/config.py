@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from flint_plugins.ops import MASK_TOKENS
 from flint_runtime.errors import CheckpointError
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -57,6 +58,11 @@ class ModelConfig(BaseModel):
         for name, value in self:
             if isinstance(value, int | float) and value <= 0:
                 raise ValueError(f"{name} must be positive, found {value}")
+        if self.vocab_size % MASK_TOKENS:
+            raise ValueError(
+                f"vocab_size must be a multiple of {MASK_TOKENS}, the tokens of one word of a token mask, found "
+                f"{self.vocab_size}; pad the embedding and the LM head"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         if self.num_experts_per_tok > self.num_experts:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime.config import ModelConfig
+from flint_runtime.executors.step import sampling_states
 from flint_runtime.manifest import Limits, ring_tokens
 
 _BF16_BYTES = 2
@@ -61,8 +62,13 @@ class MemoryPlan:
         return len(c.sliding_layers) * c.num_key_value_heads * 2 * ring * c.head_dim * _BF16_BYTES
 
     @property
+    def sample_slot_bytes(self) -> int:
+        """One sequence's sampling states."""
+        return sum(state.row_bytes for state in sampling_states(self.config.vocab_size).values())
+
+    @property
     def workspace_bytes(self) -> int:
-        """Activations of the largest step, logits and sampling state: an estimate from the graph's tensors.
+        """Activations of the largest step, logits and sampling states: an estimate from the graph's tensors.
 
         Live at once per token: delta and residual in and out, q, k, v and the attention output, and per chosen expert
         its input, activation and FP32 partial result.
@@ -73,8 +79,7 @@ class MemoryPlan:
         token = (4 * c.hidden_size + heads + c.intermediate_size) * _BF16_BYTES + experts
         tokens = max(limits.prefill_chunk, limits.decode_tokens)
         logits = limits.logits_rows * c.vocab_size * 4
-        counts = limits.max_batch * c.vocab_size * 4
-        return tokens * token + logits + counts
+        return tokens * token + logits + limits.max_batch * self.sample_slot_bytes
 
     def kv_bytes(self, context: int, sequences: int = 1) -> int:
         """KV memory of `sequences` sequences of `context` tokens each."""

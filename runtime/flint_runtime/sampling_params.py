@@ -82,7 +82,7 @@ class SamplingParams:
     def row(self, draw_index: int, sample_slot: int) -> RowSampling:
         """What the executor needs to draw the `draw_index`-th token; only after `with_defaults`."""
         seed = (self.seed or 0) & (2**64 - 1)
-        shared = {f.name for f in fields(RowSampling)} & {f.name for f in fields(self)} - {"seed"}
+        shared = set(RowSampling._fields) & {f.name for f in fields(self)} - {"seed"}
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
         assert None not in values.values(), "with_defaults was not called"
         return RowSampling(

@@ -76,9 +76,9 @@ class Bench:
         self.floor_tb_s = read_bandwidth()
 
     def _fill_pools(self) -> None:
-        memory = self.executor._pool_memory
+        memory = self.executor._state_memory
         assert memory is not None
-        size = self.executor._states["token_counts"] - memory.address
+        size = self.executor._layout.sampling_offset
         pattern = torch.randn(1 << 26, device="cuda").bfloat16()
         for offset in range(0, size, pattern.nbytes):
             count = min(pattern.nbytes, size - offset)
@@ -114,21 +114,13 @@ class Bench:
         part = SequencePart(rng.integers(0, FLINT.vocab_size, tokens).tolist(), start, pages, 0, [(-1, SAMPLING)])
         return build_step([part])
 
-    def launcher(self, phase: Phase, step: Step) -> Callable[[], None]:
+    def launcher(self, phase: Phase, step: Step) -> Callable[[], object]:
         """Prepare a step (its arrays are on the GPU, its CUDA graph is captured) and return what launches it."""
-        executor = self.executor
-        for _ in range(3):
-            executor.run(phase, step)
-        columns = min(step.page_table.shape[1], executor._columns)
-        from flint_runtime.executors.plugin_host import Sizes, page_table_width
+        for _ in range(2):
+            self.executor.run(phase, step)
+        return self.executor.launcher(phase, step)
 
-        width = page_table_width(columns, executor._columns)
-        sizes = Sizes(len(step.token_ids), len(step.seq_lens), width, len(step.logits_rows))
-        prepared = executor._prepare(phase, sizes)
-        stream = executor._stream.handle
-        return lambda: (prepared.run.launch(stream, use_graph=phase == "decode"), None)[1]
-
-    def time(self, launch: Callable[[], None], samples: int) -> tuple[float, float]:
+    def time(self, launch: Callable[[], object], samples: int) -> tuple[float, float]:
         """Median and 95th percentile of one launch, in ms."""
         stream = torch.cuda.ExternalStream(self.executor._stream.handle)
         times = []
@@ -209,8 +201,10 @@ class Bench:
                 "temperature": ones, "top_k": integers + 20, "top_p": 0.95 * ones, "min_p": zeros,
                 "repetition_penalty": ones, "presence_penalty": zeros, "frequency_penalty": zeros,
                 "seed": torch.zeros(rows, 2, dtype=torch.int32, device="cuda"), "draw_index": integers,
-                "sample_slot": integers - 1,
+                "sample_slot": integers - 1, "forced_token": integers - 1, "sample_flags": integers,
                 "token_counts": torch.zeros(1, FLINT.vocab_size, dtype=torch.int32, device="cuda"),
+                "last_tokens": integers[:1], "logit_bias": torch.zeros(1, FLINT.vocab_size, device="cuda"),
+                "token_mask": torch.zeros(1, FLINT.vocab_size // 32, dtype=torch.int32, device="cuda"),
             }
             for _ in range(4)
         ]  # fmt: skip
@@ -220,7 +214,7 @@ class Bench:
             "sample", "", rows, 0, rows, round(median, 5), round(median, 5), size, None, None, "top-k 20, top-p 0.95"
         )
 
-    def profile(self, launch: Callable[[], None], rounds: int = 5) -> tuple[list[tuple[str, int, float]], int]:
+    def profile(self, launch: Callable[[], object], rounds: int = 5) -> tuple[list[tuple[str, int, float]], int]:
         """Kernel name, calls and total microseconds of one launch, largest first; and the number of kernels."""
         from torch.profiler import ProfilerActivity, profile
 
@@ -241,14 +235,14 @@ class Bench:
 @contextmanager
 def _without_upload() -> Iterator[None]:
     """Let the executor open without reading the weight files, which are holes."""
-    from flint_runtime.executors import plugin_host
+    from flint_runtime.executors import gpu
 
-    real = plugin_host.upload_weights
-    plugin_host.upload_weights = lambda *args, **kwargs: None  # type: ignore[assignment]
+    real = gpu.upload_weights
+    gpu.upload_weights = lambda *args, **kwargs: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        plugin_host.upload_weights = real
+        gpu.upload_weights = real
 
 
 def decode_bytes(weights: WeightFormat, batch: int, context: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
+import numpy as np
 import onnx
 import pytest
 
@@ -12,6 +13,7 @@ from flint_builder.graph import ONNX_TYPES, export_graph
 from flint_builder.weights import weight_files
 from flint_plugins.ops import OPS
 from flint_runtime.config import ModelConfig
+from flint_runtime.executors.step import STEP_ARRAYS, sampling_states
 from flint_runtime.manifest import PHASES, Limits, Phase, WeightFormat, ring_tokens
 from tests.shapes import FLINT, NANO
 
@@ -61,7 +63,7 @@ def test_weights_are_inputs_and_pools_are_aliased(phase: Phase) -> None:
     assert used >= inputs, f"inputs that no node reads: {inputs - used}"
     pools = [f"kv.{i}" for i in range(NANO.num_hidden_layers)]
     assert outputs[:5] == ["logits", "tokens", "logprobs", "top_tokens", "top_logprobs"]
-    assert sorted(outputs[5:]) == sorted([f"{p}.out" for p in pools] + ["token_counts.out"])
+    assert sorted(outputs[5:]) == sorted(f"{p}.out" for p in (*pools, "token_counts", "last_tokens"))
     shapes = {
         i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim]
         for i in itertools.chain(model.graph.input, model.graph.output)
@@ -70,6 +72,22 @@ def test_weights_are_inputs_and_pools_are_aliased(phase: Phase) -> None:
         tokens, lead = (64, "pages") if NANO.is_full(layer) else (ring_tokens(NANO.sliding_window), "slots")
         assert shapes[pool] == [lead, NANO.num_key_value_heads, 2, tokens, NANO.head_dim]
         assert shapes[f"{pool}.out"] == shapes[pool]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_step_and_sampling_states_are_inputs(phase: Phase) -> None:
+    """With the names, types and shapes that the runtime feeds them by."""
+    numpy_types = {"f32": np.float32, "i32": np.int32}
+    names = {value: name for name, value in ONNX_TYPES.items()}
+    found = {
+        i.name: (numpy_types.get(names[i.type.tensor_type.elem_type]),
+                 tuple(d.dim_param or str(d.dim_value) for d in i.type.tensor_type.shape.dim))
+        for i in export(FLINT, "nvfp4", phase).graph.input
+    }  # fmt: skip
+    for name, given in STEP_ARRAYS.items():
+        assert found[name] == given, name
+    for name, state in sampling_states(FLINT.vocab_size).items():
+        assert found[name] == (state.dtype, ("sample_slots", *map(str, state.shape))), name
 
 
 def test_attention_reads_what_the_projection_wrote() -> None:

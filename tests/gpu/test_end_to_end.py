@@ -200,7 +200,7 @@ def test_repeated_steps_give_the_same_bits(case: Case) -> None:
     feed(host, prompt[:-1], PREFILL_CHUNK, sequence)
     step = build_step([sequence.part(prompt[-1:])])
     results = [host.run("decode", step, logits=True) for _ in range(4)]
-    graph = host._graphs["decode"].graph
+    graph = host.graphs["decode"]
     graph.poison(True)
     results.append(host.run("decode", step, logits=True))
     graph.poison(False)
@@ -213,13 +213,13 @@ def test_a_poisoned_arena_changes_no_token(case: Case) -> None:
     host, prompt = case.host, case.prompts[3]
     expected = generate(host, prompt, 50)
     host.poison()
-    for graph in host._graphs.values():
-        graph.graph.poison(True)
+    for graph in host.graphs.values():
+        graph.poison(True)
     try:
         assert generate(host, prompt, 50) == expected
     finally:
-        for graph in host._graphs.values():
-            graph.graph.poison(False)
+        for graph in host.graphs.values():
+            graph.poison(False)
 
 
 def test_penalties_count_as_in_the_reference(case: Case) -> None:

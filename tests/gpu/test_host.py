@@ -24,13 +24,15 @@ class Chain:
 
     def __init__(self, layers: int = LAYERS, most_tokens: int = MOST_TOKENS) -> None:
         self.table = torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16()
+        self.last_tokens = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.weights = [
             _packed(WIDE if i % 2 == 0 else HIDDEN, HIDDEN if i % 2 == 0 else WIDE) for i in range(2 * layers)
         ]
         self.graph = graph = HostGraph(library())
         graph.add_input("ids", "i32", [DYNAMIC])
+        graph.add_input("last", "i32", self.last_tokens.shape)
         graph.add_input("table", "bf16", self.table.shape)
-        graph.add_node("Embedding", "embedding", {}, ["ids", "table"], ["x0"])
+        graph.add_node("Embedding", "embedding", {}, ["ids", "last", "table"], ["x0"])
         for i, weight in enumerate(self.weights):
             graph.add_input(f"w{i}", "bf16", weight.shape)
             graph.add_node("Linear", f"linear{i}", {"weights": "bf16"}, [f"x{i}", f"w{i}"], [f"x{i + 1}"])
@@ -43,12 +45,13 @@ class Chain:
 
     def bind(self, tokens: int) -> Run:
         addresses = {f"w{i}": weight.data_ptr() for i, weight in enumerate(self.weights)}
-        addresses |= {"ids": self.ids.data_ptr(), "table": self.table.data_ptr(), self.last: self.out.data_ptr()}
+        addresses |= {"ids": self.ids.data_ptr(), "last": self.last_tokens.data_ptr()}
+        addresses |= {"table": self.table.data_ptr(), self.last: self.out.data_ptr()}
         return self.graph.bind({"ids": [tokens]}, addresses, self.arena.data_ptr())
 
     def expected(self, ids: Tensor) -> Tensor:
         """The same nodes, one by one."""
-        x = run_op("Embedding", {}, {"token_ids": ids, "table": self.table})["out"]
+        x = run_op("Embedding", {}, {"token_ids": ids, "last_tokens": self.last_tokens, "table": self.table})["out"]
         for weight in self.weights:
             x = run_op("Linear", {"weights": "bf16"}, {"x": x.contiguous(), "weight": weight})["y"].clone()
         return x
@@ -188,7 +191,7 @@ def test_wrong_inputs_are_refused(
 ) -> None:
     inputs = {
         name: torch.zeros(tuple(shape), dtype=dtype, device="cuda")
-        for name, (dtype, shape) in {"token_ids": ids, "table": table}.items()
+        for name, (dtype, shape) in {"token_ids": ids, "last_tokens": (torch.int32, [1]), "table": table}.items()
     }
     with pytest.raises(RuntimeError, match=message):
         run_op("Embedding", {}, inputs)
@@ -196,5 +199,6 @@ def test_wrong_inputs_are_refused(
 
 def test_run_op_through_a_cuda_graph() -> None:
     ids, table = random_ids(33), torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16()
-    found = run_op("Embedding", {}, {"token_ids": ids, "table": table}, use_graph=True)["out"]
+    inputs = {"token_ids": ids, "last_tokens": ids[:1].clone(), "table": table}
+    found = run_op("Embedding", {}, inputs, use_graph=True)["out"]
     assert same_bits(found, table[ids.long()])

@@ -18,7 +18,7 @@ from flint_plugins.library import LibraryError
 from flint_plugins.ops import OPS, DType, FieldValue, Op
 from flint_runtime.config import ModelConfig
 from flint_runtime.executors.graph_file import GraphFile, parse_graph
-from flint_runtime.executors.host_graph import build_graph, input_shapes, prepare_graph, size_ranges
+from flint_runtime.executors.host_graph import build_graph, prepare_graph, size_ranges
 from flint_runtime.executors.host_library import DYNAMIC, HostError, HostGraph, HostLibrary, Placement
 from flint_runtime.manifest import PHASES, Limits, Phase, WeightFormat
 from tests.plugins.nodes import DYNAMIC as DYNAMIC_SYMBOLS
@@ -68,8 +68,9 @@ def embedding(host: HostLibrary, most: int = 8) -> HostGraph:
     """One node, for up to `most` tokens."""
     graph = HostGraph(host)
     graph.add_input("ids", "i32", [DYNAMIC])
+    graph.add_input("last", "i32", [3])
     graph.add_input("table", "bf16", [100, 64])
-    graph.add_node("Embedding", "emb", {}, ["ids", "table"], ["x"])
+    graph.add_node("Embedding", "emb", {}, ["ids", "last", "table"], ["x"])
     graph.mark_output("x")
     graph.prepare({"ids": [most]}, least={"ids": [1]})
     return graph
@@ -139,7 +140,7 @@ GRAPHS = pytest.mark.parametrize(
 def test_shapes_equal_the_schemas(config: ModelConfig, weights: WeightFormat, phase: Phase, host: HostLibrary) -> None:
     graph, file = prepared(host, config, weights, phase)
     for sizes in SIZES:
-        given_shapes = input_shapes(file, sizes)
+        given_shapes = file.dynamic_shapes(sizes)
         graph.set_shapes(given_shapes)
         known: dict[str, tuple[DType, tuple[int, ...]]] = {
             name: (given.dtype, given_shapes.get(name, given.shape))  # type: ignore[misc]
@@ -162,7 +163,7 @@ def test_no_two_live_tensors_share_bytes(
 ) -> None:
     graph, file = prepared(host, config, weights, phase)
     graph.set_shapes(
-        input_shapes(file, {name: most for name, (_, _, most) in size_ranges(config, LIMITS, phase).items()})
+        file.dynamic_shapes({name: most for name, (_, _, most) in size_ranges(config, LIMITS, phase).items()})
     )
     blocks: dict[str, Placement] = {f"workspace of {n.name}": graph.workspace_placement(n.name) for n in file.nodes}
     first, last = {}, {}
@@ -191,7 +192,7 @@ def test_pools_stay_in_place_through_the_graph(host: HostLibrary) -> None:
     for phase in PHASES:
         graph, file = prepared(host, NANO, "nvfp4", phase)
         for name in file.outputs:
-            if name.startswith("kv.") or name == "token_counts.out":
+            if name.startswith("kv.") or name in ("token_counts.out", "last_tokens.out"):
                 assert graph.placement(name).storage == "input"
         assert graph.placement("logits").storage == "arena"
         assert graph.placement("tokens").storage == "output"
@@ -244,10 +245,10 @@ def test_plugin_messages_reach_the_caller(host: HostLibrary) -> None:
         (
             "Embedding",
             {},
-            ["table", "table"],
+            ["table", "last", "table"],
             r"flint::Embedding \(layer bad\): input token_ids must be i32, found bf16",
         ),
-        ("Embedding", {"q": 1}, ["ids", "table"], r"flint::Embedding \(layer bad\): unknown field q"),
+        ("Embedding", {"q": 1}, ["ids", "last", "table"], r"flint::Embedding \(layer bad\): unknown field q"),
         ("Linear", {"weights": "fp8"}, ["x", "table"], r"field weights must be nvfp4 or bf16, found 'fp8'"),
         ("Linear", {"weights": "bf16"}, ["x"], r"expected 2 inputs \(x, weight\), found 1"),
         ("Linear", {"weights": "bf16"}, ["x", "table"], r"input weight: dimension 1 \(16\*K\) must be 1024, found 64"),
@@ -256,11 +257,11 @@ def test_plugin_messages_reach_the_caller(host: HostLibrary) -> None:
         with pytest.raises(HostError, match=message):
             graph.add_node(op, "bad", fields, inputs, ["y"])  # type: ignore[arg-type]
     with pytest.raises(HostError, match="has 1 outputs, names were given for 2"):
-        graph.add_node("Embedding", "bad", {}, ["ids", "table"], ["y", "z"])
+        graph.add_node("Embedding", "bad", {}, ["ids", "last", "table"], ["y", "z"])
     with pytest.raises(HostError, match="no tensor nowhere"):
-        graph.add_node("Embedding", "bad", {}, ["nowhere", "table"], ["y"])
+        graph.add_node("Embedding", "bad", {}, ["nowhere", "last", "table"], ["y"])
     with pytest.raises(HostError, match="there is a tensor 'x' already"):
-        graph.add_node("Embedding", "bad", {}, ["ids", "table"], ["x"])
+        graph.add_node("Embedding", "bad", {}, ["ids", "last", "table"], ["x"])
 
 
 def test_shapes_outside_the_range_are_refused(host: HostLibrary) -> None:
@@ -304,7 +305,7 @@ def test_reading_what_was_overwritten_is_refused(host: HostLibrary) -> None:
     with pytest.raises(HostError, match=r"node second .* reads token_counts, which node first .* has overwritten"):
         graph.add_node("Sample", "second", {}, names, [f"{name}.2" for name in outputs])
     graph.add_node(
-        "Sample", "second", {}, [n if n != "token_counts" else "token_counts_out" for n in names],
+        "Sample", "second", {}, [f"{n}_out" if f"{n}_out" in outputs else n for n in names],
         [f"{name}.2" for name in outputs],
     )  # fmt: skip
     graph.prepare({})
@@ -315,12 +316,12 @@ def test_addresses_are_checked_before_anything_runs(host: HostLibrary) -> None:
     graph = embedding(host)
     shapes = {"ids": [5]}
     for addresses, message in (
-        ({"table": 256, "x": 256}, "input ids has no address"),
-        ({"ids": 256, "table": 256}, "output x has no address"),
+        ({"last": 256, "table": 256, "x": 256}, "input ids has no address"),
+        ({"ids": 256, "last": 256, "table": 256}, "output x has no address"),
     ):
         with pytest.raises(HostError, match=message):
             graph.bind(shapes, addresses, 0).launch(0)
-    everything = {"ids": 256, "table": 256, "x": 256}
+    everything = {"ids": 256, "last": 256, "table": 256, "x": 256}
     with pytest.raises(HostError, match="a CUDA graph needs a stream other than the default one"):
         graph.bind(shapes, everything, 0).launch(0, use_graph=True)
 
@@ -328,9 +329,7 @@ def test_addresses_are_checked_before_anything_runs(host: HostLibrary) -> None:
     graph = single(host, op, {})
     shapes = {b.name: shape(b) for b in op.node_inputs({})}
     graph.prepare(shapes)
-    wrong = dict.fromkeys([*shapes, "tokens", "logprobs", "top_tokens", "top_logprobs"], 256) | {
-        "token_counts_out": 512
-    }
+    wrong = dict.fromkeys([*shapes, *(b.name for b in op.outputs)], 256) | {"token_counts_out": 512}
     with pytest.raises(HostError, match="output token_counts_out must have the address of token_counts"):
         graph.bind(shapes, wrong, 0).launch(0)
 

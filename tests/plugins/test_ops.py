@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flint_plugins.ops import FIELD_SYMBOLS, MAX_LOGPROBS, OPS, FieldValue, Op, SchemaError
+from flint_plugins.ops import FIELD_SYMBOLS, MASK_TOKENS, MAX_LOGPROBS, OPS, FieldValue, Op, SchemaError
 from tests.plugins.nodes import SYMBOLS, combinations, label, shape, symbols_of
 
 CASES = list(combinations())
@@ -20,7 +20,7 @@ def sized_nodes(draw: st.DrawFn) -> tuple[Op, dict[str, FieldValue], dict[str, i
     sizes = {symbol: draw(st.integers(1, 40)) for symbol in SYMBOLS}
     for symbol in ("H", "I", "S", "K", "D"):
         sizes[symbol] *= 64
-    sizes["V"] = sizes["N"] = 16 * draw(st.integers(-(-MAX_LOGPROBS // 16), 40))
+    sizes["V"] = sizes["N"] = MASK_TOKENS * draw(st.integers(-(-MAX_LOGPROBS // MASK_TOKENS), 20))
     sizes["B1"] = sizes["B"] + 1
     sizes["Hq"] *= sizes["Hkv"]
     if op.name == "NormQkvRope":
@@ -111,6 +111,15 @@ def test_equations_between_symbols_are_checked() -> None:
         solve(op, fields, [shape(b, SYMBOLS | {"B1": 4}) for b in bindings])
     with pytest.raises(SchemaError, match="Hq % Hkv == 0 does not hold"):
         solve(op, fields, [shape(b, SYMBOLS | {"Hq": 5}) for b in bindings])
+
+
+def test_a_vocabulary_of_no_whole_mask_words_is_refused() -> None:
+    op = OPS["Sample"]
+    shapes = [shape(b) for b in op.inputs]
+    wrong = [tuple(SYMBOLS["V"] + 1 if dim == "V" else n for dim, n in zip(b.shape, s, strict=True))
+             for b, s in zip(op.inputs, shapes, strict=True)]  # fmt: skip
+    with pytest.raises(SchemaError, match=r"Sample: input token_mask \[2, 2\] does not match .*: V/32 = 2\.03125"):
+        solve(op, {}, wrong)
 
 
 def test_the_test_sizes_cover_every_symbol() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from flint_runtime.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     PHASES,
+    Backend,
     FileEntry,
     Limits,
     Manifest,
@@ -31,18 +34,26 @@ from flint_runtime.manifest import (
 from tests.runtime.oracle import Logits
 
 
-def build_reference_engine(checkpoint: Path, directory: Path, limits: Limits, config: Path | None = None) -> Path:
-    """Build an engine with the builder's own graph export and repacking, without plans and plugins."""
+def build_reference_engine(
+    checkpoint: Path, directory: Path, limits: Limits, config: Path | None = None, backend: Backend = "plugin-host"
+) -> Path:
+    """Build an engine with the builder's own graph export and repacking, without plugins.
+
+    With a TensorRT backend it gets plans that tests.runtime.fake_tensorrt reads.
+    """
     # A directory may hold both formats.
     wanted: WeightFormat = "nvfp4" if checkpoint.suffix == ".gguf" else "bf16"
     opened = open_checkpoint(str(checkpoint), weights=wanted, hf_config=config)
     files = weight_files(opened.config, opened.weights, opened.router_dtype, limits.max_context)
     opened.check(files)
-    (directory / "graph").mkdir(parents=True)
+    for name in ("graph", "plans"):
+        (directory / name).mkdir(parents=True)
     written: dict[str, bytes] = {name: path.read_bytes() for name, path in opened.assets.items()}
     for phase in PHASES:
         graph = export_graph(opened.config, opened.weights, files, limits, phase)
         written[f"graph/{phase}.onnx"] = graph.model.SerializeToString()
+        if backend != "plugin-host":
+            written[f"plans/{phase}.plan"] = pickle.dumps((written[f"graph/{phase}.onnx"], graph.profile))
     entries = write_weights(opened, files, directory, lambda count: None)
     for name, data in written.items():
         (directory / name).write_bytes(data)
@@ -54,7 +65,7 @@ def build_reference_engine(checkpoint: Path, directory: Path, limits: Limits, co
         weights=opened.weights,
         layout_version=LAYOUT_VERSION,
         targets=("sm120",),
-        backend="plugin-host",
+        backend=backend,
         backend_version="",
         plugins_version="",
         limits=limits,
@@ -63,6 +74,12 @@ def build_reference_engine(checkpoint: Path, directory: Path, limits: Limits, co
     )
     (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
     return directory
+
+
+def rewrite_manifest(directory: Path, **changes: object) -> None:
+    """Change entries of engine.json."""
+    path = directory / MANIFEST_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def poison(executor: ReferenceExecutor) -> None:

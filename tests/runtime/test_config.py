@@ -51,6 +51,7 @@ def test_no_rope_layer_indices_must_be_the_full_layers() -> None:
         ({"hidden_size": -1}, "hidden_size must be positive"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": 784}, "vocab_size must be a multiple of 32, .*, found 784"),
         ({"num_experts": 4}, "num_experts_per_tok exceeds"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"layer_types": ["linear_attention"] * 6}, "layer_types"),

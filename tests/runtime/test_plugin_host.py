@@ -1,166 +1,27 @@
-"""The plugin-host executor without a GPU: a fake CUDA, and the reference ops instead of kernels (see fake_cuda).
+"""What the plugin-host executor, and with it every GPU executor, refuses; without a GPU (see fake_cuda).
 
-Its results must equal the reference executor's bit for bit.
+What it computes is in test_executors.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from flint_plugins import library
-from flint_plugins.library import LibraryError
 from flint_runtime.engine import Engine
 from flint_runtime.errors import EngineError, ResourceError, UnsupportedError
-from flint_runtime.executors import cuda, gpu_memory, open_executor, plugin_host, weight_loader
-from flint_runtime.executors.host_library import HostLibrary
+from flint_runtime.executors import cuda, gpu, gpu_memory, plugin_host, weight_loader
+from flint_runtime.executors.host_library import HostError, HostLibrary
 from flint_runtime.executors.plugin_host import PluginHostExecutor
-from flint_runtime.executors.reference import ReferenceExecutor
-from flint_runtime.executors.staging import RESULT_ARRAYS, Sizes, pack, page_table_width
-from flint_runtime.executors.step import STEP_ARRAYS, RowSampling, SequencePart, build_step
-from flint_runtime.manifest import MANIFEST_NAME, Limits
-from tests.runtime.engines import build_reference_engine
-from tests.runtime.fake_cuda import FakeCuda, ReferenceHost
-from tests.tools.checkpoints import flint_config, random_checkpoint
-
-LIMITS = Limits(max_batch=3, max_context=200, prefill_chunk=48)
-PROMPT = list(range(40, 150))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def plugins() -> Path:
-    try:
-        return library.find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module", params=["bf16", "nvfp4"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, plugins: Path) -> Path:
-    """An engine of three layers, one of each kind, for what the library has code for."""
-    root = tmp_path_factory.mktemp("engine")
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    config = flint_config(
-        layers=3, hidden=128, experts=8, heads=8, kv_heads=1, head_dim=128, intermediate=128, moe_intermediate=64,
-        shared_intermediate=64, vocab=768, window=33, context=4096, layer_types=kinds, mlp_only_layers=[0],
-    )  # fmt: skip
-    path = root / "model.gguf" if request.param == "nvfp4" else root / "model"
-    checkpoint = random_checkpoint(path, config, request.param, seed=5)
-    engine = build_reference_engine(checkpoint, root / "engine", LIMITS, root if path.suffix else checkpoint)
-    info = library.library_info(plugins)
-    rewrite(engine, plugins_version=info.version, targets=list(info.architectures))
-    return engine
-
-
-def rewrite(engine: Path, **changes: object) -> None:
-    """Change entries of engine.json."""
-    path = engine / MANIFEST_NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, plugins: Path) -> FakeCuda:
-    """A device that the library has code for."""
-    number = int(library.library_info(plugins).architectures[0][2:])
-    found = FakeCuda(capability=divmod(number, 10))
-    monkeypatch.setattr(cuda, "_runtime", lambda: found)
-    return found
+from tests.runtime.fake_cuda import FakeCuda
 
 
 @pytest.fixture
 def host(directory: Path, fake: FakeCuda, plugins: Path) -> PluginHostExecutor:
-    executor = PluginHostExecutor(Engine.open(directory), plugins)
-    ReferenceHost(executor, fake)
-    return executor
-
-
-# --- Against the reference executor -------------------------------------------------------------------------------
-
-
-def steps() -> Iterator[tuple[str, list[SequencePart]]]:
-    """Chunked prefill, a ragged step, then decode of three sequences with draws of every kind."""
-    pages = [[7, 2, 5, 1], [3, 6, 0, 8], [9, 4, 10, 11]]
-    how = [
-        RowSampling(),
-        RowSampling(temperature=0.8, top_k=20, top_p=0.9, seed=(5, 7)),
-        RowSampling(repetition_penalty=1.3, frequency_penalty=0.2, sample_slot=1),
-    ]
-    lengths = [0, 0, 0]
-
-    def part(i: int, count: int, rows: list[int]) -> SequencePart:
-        start = lengths[i]
-        lengths[i] += count
-        tokens = PROMPT[start : start + count]
-        return SequencePart(tokens, start, pages[i][: -(-lengths[i] // 64)], i, [(row, how[i]) for row in rows])
-
-    yield "prefill", [part(0, 48, [-1])]
-    yield "prefill", [part(0, 30, [0, -1]), part(1, 18, [-1])]
-    yield "prefill", [part(2, 40, [-1])]
-    for _ in range(3):
-        yield "decode", [part(i, 1, [-1]) for i in range(3)]
-    yield "decode", [part(1, 3, [0, 1, 2]), part(0, 1, [-1])]
-
-
-def test_results_equal_the_reference_executors(host: PluginHostExecutor, directory: Path) -> None:
-    reference = ReferenceExecutor.open(directory)
-    for executor in (host, reference):
-        executor.allocate(pages=12, slots=3, sample_slots=2)
-        executor.begin_sequence(1, [1, 2, 2, 3], generated=[9, 9])
-    for phase, parts in steps():
-        step = build_step(parts)
-        found, expected = (e.run(phase, step, logits=True) for e in (host, reference))  # type: ignore[arg-type]
-        for name in (*RESULT_ARRAYS, "logits"):
-            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
-    counts = host._states["token_counts"]
-    size = 4 * 2 * host.config.vocab_size
-    memory = next(m for start, m in cuda._runtime().device.items() if start <= counts < start + len(m))
-    at = counts - memory.ctypes.data
-    np.testing.assert_array_equal(memory[at : at + size].view(np.int32), reference.states["token_counts"].flatten())
-
-
-def test_a_step_is_one_copy_each_way(host: PluginHostExecutor, fake: FakeCuda) -> None:
-    host.allocate(pages=12, slots=3, sample_slots=2)
-    host.poison()
-    for phase, parts in steps():
-        before = fake.uploads, fake.downloads
-        host.run(phase, build_step(parts))  # type: ignore[arg-type]
-        assert (fake.uploads - before[0], fake.downloads - before[1]) == (1, 1)
-
-
-def test_a_growing_sequence_keeps_its_bindings(host: PluginHostExecutor) -> None:
-    host.allocate(pages=4, slots=1, sample_slots=1)
-    for start in range(0, 140):
-        part = SequencePart([1], start, range(start // 64 + 1), 0, [(-1, RowSampling())])
-        host.run("decode", build_step([part]))
-    assert len(host._prepared) == 1
-
-
-def test_memory_is_freed(host: PluginHostExecutor, fake: FakeCuda) -> None:
-    host.allocate(pages=12, slots=3, sample_slots=2)
-    first = fake.used
-    host.allocate(pages=12, slots=3, sample_slots=2)
-    assert fake.used == first
-    host.close()
-    assert not fake.device and not fake.pinned
-
-
-# --- What is refused ----------------------------------------------------------------------------------------------
+    return PluginHostExecutor(Engine.open(directory), plugins)
 
 
 def test_no_gpu_is_an_error_that_says_so(directory: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,28 +29,23 @@ def test_no_gpu_is_an_error_that_says_so(directory: Path, plugins: Path, monkeyp
         raise UnsupportedError("no cuda-bindings here")
 
     monkeypatch.setattr(cuda, "_runtime", missing)
-    engine = Engine.open(directory)
-    with pytest.raises(UnsupportedError, match="needs an NVIDIA GPU, but no cuda-bindings here"):
-        PluginHostExecutor(engine, plugins)
-    assert isinstance(open_executor(engine, "auto"), ReferenceExecutor)
-    with pytest.raises(UnsupportedError, match="needs an NVIDIA GPU"):
-        open_executor(engine, "plugin-host")
-
-
-def test_auto_takes_the_plugin_host_where_it_runs(
-    directory: Path, fake: FakeCuda, plugins: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(library.ENVIRONMENT_VARIABLE, str(plugins))
-    engine = Engine.open(directory)
-    assert isinstance(open_executor(engine, "auto"), PluginHostExecutor)
-    fake.capability = {"major": 7, "minor": 5}
-    assert plugin_host.problem_here(engine) is not None
-    assert isinstance(open_executor(engine, "auto"), ReferenceExecutor)
+    with pytest.raises(UnsupportedError, match="plugin-host executor needs an NVIDIA GPU, but no cuda-bindings here"):
+        PluginHostExecutor(Engine.open(directory), plugins)
 
 
 def test_another_gpu_is_refused(directory: Path, fake: FakeCuda, plugins: Path) -> None:
     fake.capability = {"major": 7, "minor": 5}
     with pytest.raises(EngineError, match=r"this GPU is sm75\. Rebuild"):
+        PluginHostExecutor(Engine.open(directory), plugins)
+
+
+def test_a_library_without_code_for_the_gpu_is_refused(
+    directory: Path, fake: FakeCuda, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = library.library_info(plugins)
+    other = dataclasses.replace(info, architectures=("sm999",))
+    monkeypatch.setattr(gpu, "check_library", lambda *_, **__: other)
+    with pytest.raises(EngineError, match=rf"holds GPU code for sm999; this GPU is {info.architectures[0]}"):
         PluginHostExecutor(Engine.open(directory), plugins)
 
 
@@ -220,115 +76,20 @@ def test_a_damaged_graph_is_refused(
     directory: Path, fake: FakeCuda, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine.open(directory)
-    monkeypatch.setattr(plugin_host, "plan_weights", lambda paths: weight_loader.plan_weights(paths[1:]))
+    monkeypatch.setattr(gpu, "plan_weights", lambda paths: weight_loader.plan_weights(paths[1:]))
     with pytest.raises(EngineError, match=r"no weight file holds .*, an input of prefill\.onnx"):
         PluginHostExecutor(engine, plugins)
 
 
-# --- Weights ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[list[Path], dict[str, torch.Tensor]]:
-    """Two files of odd sizes, with a tensor larger than a chunk."""
-    generator = torch.Generator().manual_seed(1)
-    tensors = [
-        {
-            "a": torch.randint(-128, 127, (3001,), generator=generator).to(torch.int8),
-            "b": torch.rand(1),
-            "c": torch.rand(3),
-        },
-        {"d": torch.rand(70_001), "e": torch.rand(5, 7).bfloat16(), "f": torch.arange(9, dtype=torch.int32)},
-    ]
-    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
-    for path, content in zip(paths, tensors, strict=True):
-        save_file(content, path)
-    # Clones: what load_file returns are views of the files, which a test cuts off.
-    return paths, {name: tensor.clone() for path in paths for name, tensor in load_file(path).items()}
-
-
-@pytest.mark.parametrize("chunk_bytes", [1000, 4096, 1 << 20])
-def test_every_byte_arrives(
-    chunk_bytes: int, files: tuple[list[Path], dict[str, torch.Tensor]], fake: FakeCuda
+def test_a_node_that_the_plugins_refuse_is_named(
+    directory: Path, fake: FakeCuda, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, expected = files
-    layout = weight_loader.plan_weights(paths, chunk_bytes)
-    memory = cuda.DeviceMemory(layout.size)
-    read: list[int] = []
-    weight_loader.upload_weights(layout, memory.address, read.append)
-    assert set(layout.offsets) == set(expected)
-    for name, tensor in expected.items():
-        assert layout.offsets[name] % weight_loader.ALIGNMENT == 0
-        assert layout.tensors[name].shape == tuple(tensor.shape)
-        found = fake.bytes_at(memory.address + layout.offsets[name], tensor.nbytes)
-        assert found.tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes(), name
-    assert sum(read) == sum(tensor.nbytes for tensor in expected.values())
-    assert len(layout.chunks) == 2 or chunk_bytes < 1 << 20
+    def refuse(*_: object) -> None:
+        raise HostError("flint::Linear (layer x): no")
 
-
-def test_damaged_weight_files_are_refused(
-    files: tuple[list[Path], dict[str, torch.Tensor]], fake: FakeCuda, tmp_path: Path
-) -> None:
-    paths, _ = files
-    layout = weight_loader.plan_weights(paths)
-    memory = cuda.DeviceMemory(layout.size)
-    whole = paths[1].read_bytes()
-    paths[1].write_bytes(whole[:-1000])
-    with pytest.raises(EngineError, match=r"1\.safetensors is cut off at byte"):
-        weight_loader.upload_weights(layout, memory.address)
-    with pytest.raises(EngineError, match=r"1\.safetensors cannot be read: .*ends behind the file"):
-        weight_loader.plan_weights(paths)
-    paths[1].write_bytes(b"\x10" + bytes(7) + b"not json at all!")
-    with pytest.raises(EngineError, match=r"1\.safetensors cannot be read"):
-        weight_loader.plan_weights(paths)
-    with pytest.raises(EngineError, match="is in another weight file, too"):
-        weight_loader.plan_weights([paths[0], paths[0]])
-    paths[0].unlink()
-    with pytest.raises(EngineError, match=r"0\.safetensors cannot be read"):
-        weight_loader.upload_weights(layout, memory.address)
-
-
-# --- Staging ------------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 64), st.integers(1, 4096), st.integers(1, 300))
-def test_packed_arrays_lie_apart(tokens: int, sequences: int, columns: int, rows: int) -> None:
-    for arrays in (STEP_ARRAYS, RESULT_ARRAYS):
-        block = pack(arrays, Sizes(tokens, sequences, columns, rows))
-        memory = np.zeros(block.size, np.uint8)
-        views = block.views(memory)
-        for index, view in enumerate(views.values(), 1):
-            assert view.ctypes.data % 4 == 0
-            assert not view.view(np.uint8).any()
-            view.view(np.uint8)[...] = index % 250 + 1
-        for index, (name, view) in enumerate(views.items(), 1):
-            assert (view.view(np.uint8) == index % 250 + 1).all(), name
-            assert block.addresses(4096)[name] == 4096 + view.ctypes.data - memory.ctypes.data
-
-
-def test_page_table_widths() -> None:
-    assert [page_table_width(n, 4096) for n in (1, 64, 65, 129, 4096)] == [64, 64, 128, 256, 4096]
-    assert page_table_width(3, 4) == 4 and page_table_width(70, 100) == 100
-
-
-# --- The real library ---------------------------------------------------------------------------------------------
-
-
-def test_no_torch_on_this_path(run_python: Callable[[str], str]) -> None:
-    code = "import sys, flint_runtime.executors.plugin_host; print('torch' in sys.modules)"
-    assert run_python(code) == "False"
-
-
-@pytest.fixture
-def run_python() -> Callable[[str], str]:
-    import subprocess
-    import sys
-
-    def run(code: str) -> str:
-        return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-
-    return run
+    monkeypatch.setattr(plugin_host, "build_graph", refuse)
+    with pytest.raises(EngineError, match=r"Engine .*: flint::Linear \(layer x\): no\. Rebuild it"):
+        PluginHostExecutor(Engine.open(directory), plugins)
 
 
 def test_the_library_has_a_host(plugins: Path) -> None:

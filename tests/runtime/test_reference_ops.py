@@ -17,8 +17,10 @@ from torch import Tensor
 
 from flint_plugins.layout import interleave_gate_up, pack_bf16, pack_nvfp4
 from flint_plugins.ops import OPS, FieldValue, SchemaError
+from flint_runtime.executors.base import NO_TOKEN
 from flint_runtime.executors.reference_ops import REFERENCE_OPS, route
 from flint_runtime.executors.reference_weights import WeightCache, unpack
+from flint_runtime.executors.step import from_slot
 from tests.tools import nvfp4
 
 F64 = npt.NDArray[np.float64]
@@ -158,8 +160,17 @@ def test_cache_respects_its_budget() -> None:
 
 def test_embedding() -> None:
     table = torch.randn(32, 64).bfloat16()
-    out = call("Embedding", {}, token_ids=ints(3, 0, 31), table=table)["out"]
+    out = call("Embedding", {}, token_ids=ints(3, 0, 31), last_tokens=ints(9), table=table)["out"]
     assert torch.equal(out, table[[3, 0, 31]])
+
+
+def test_embedding_of_tokens_that_a_slot_drew() -> None:
+    """Also of none: NO_TOKEN, a token or a slot that does not exist give NaN."""
+    table, last = torch.randn(32, 64).bfloat16(), ints(9, NO_TOKEN, 31, 32)
+    ids = ints(from_slot(2), 4, from_slot(0), from_slot(1), from_slot(3), from_slot(4), 32, -(2**31))
+    out = call("Embedding", {}, token_ids=ids, last_tokens=last, table=table)["out"]
+    assert torch.equal(out[:3], table[[31, 4, 9]])
+    assert out[3:].isnan().all()
 
 
 @KINDS
@@ -477,4 +488,4 @@ def test_padding_rows_are_zero() -> None:
 
 def test_schema_errors_name_the_binding() -> None:
     with pytest.raises(SchemaError, match="token_ids must be i32"):
-        call("Embedding", {}, token_ids=torch.zeros(2), table=torch.zeros(4, 64).bfloat16())
+        call("Embedding", {}, token_ids=torch.zeros(2), last_tokens=ints(0), table=torch.zeros(4, 64).bfloat16())

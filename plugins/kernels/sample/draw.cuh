@@ -21,11 +21,12 @@ __device__ __forceinline__ uint64_t warpSumOver(int count, Pick pick) {
     return warpSum64(sum);
 }
 
-/// `found` sorted keys, with all that equal the topK-th; 1 <= topK <= found. The same result in every thread.
+/// `found` sorted keys, with all that equal the topK-th, or all there are if those are fewer; 1 <= topK, 1 <= found.
+/// The same result in every thread.
 __device__ int drawFromList(uint64_t const* sorted, int found, int topK, Draw const& draw, DrawShared& shared) {
     int const self = threadIdx.x, warp = threadIdx.x / kWARP;
     float const largest = valueOf(orderOfKey(sorted[0]));
-    bool const within = self < found && orderOfKey(sorted[self]) >= orderOfKey(sorted[topK - 1]);
+    bool const within = self < found && orderOfKey(sorted[self]) >= orderOfKey(sorted[min(topK, found) - 1]);
     if (within) {
         shared.weight[self] = __float2ull_rz(draw.weight(valueOf(orderOfKey(sorted[self])), largest));
     }

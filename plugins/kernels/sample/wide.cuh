@@ -168,12 +168,12 @@ __device__ int drawFromPart(Part const& part, Draw const& draw, Kept kept) {
             uint64_t const upTo = before + warpInclusiveSum64(own);
             if (upTo - own <= target && target < upTo) { // True of one lane, of one group.
                 float l[4];
-                int const valid = part.row.load<true>(group, lane, l);
+                part.row.load<true>(group, lane, l);
                 uint64_t running = upTo - own;
                 int place = 0;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    running += i < valid ? kept(l[i]) : 0;
+                    running += kept(l[i]);
                     place += running <= target;
                 }
                 *part.of(0, &shared.token) = group * kGROUP + lane * 4 + place;
@@ -185,7 +185,7 @@ __device__ int drawFromPart(Part const& part, Draw const& draw, Kept kept) {
     return shared.token;
 }
 
-/// Draw with top_k `topK` (0: off). `maxima` are the groups' penalised maxima. Called by all threads of `ranks` blocks.
+/// Draw with top_k `topK` (0: off). `maxima` are the groups' adjusted maxima. Called by all threads of `ranks` blocks.
 __device__ int drawWide(Row const& row, float const* maxima, int stride, int groups, int topK, Draw const& draw,
                         int rank, int ranks, WideShared& shared) {
     int const share = (groups + ranks - 1) / ranks;

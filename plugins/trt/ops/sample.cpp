@@ -15,8 +15,14 @@ cudaError_t enqueueSample(EnqueueArgs const& args) {
     params.frequency_penalty = args.input<float>("frequency_penalty");
     params.seed = args.input<int32_t>("seed");
     params.draw_index = args.input<int32_t>("draw_index");
+    params.forced_token = args.input<int32_t>("forced_token");
+    params.sample_flags = args.input<int32_t>("sample_flags");
     params.sample_slot = args.input<int32_t>("sample_slot");
-    params.token_counts = args.output<int32_t>("token_counts_out"); // The memory of the input token_counts.
+    params.logit_bias = args.input<float>("logit_bias");
+    params.token_mask = args.input<int32_t>("token_mask");
+    // The memory of the inputs token_counts and last_tokens.
+    params.token_counts = args.output<int32_t>("token_counts_out");
+    params.last_tokens = args.output<int32_t>("last_tokens_out");
     params.tokens = args.output<int32_t>("tokens");
     params.logprobs = args.output<float>("logprobs");
     params.top_tokens = args.output<int32_t>("top_tokens");

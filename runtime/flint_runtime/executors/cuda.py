@@ -1,4 +1,4 @@
-"""The few CUDA calls that the GPU executors need, through cuda-bindings: memory, one stream, copies, device facts.
+"""The few CUDA calls that the GPU executors need, through cuda-bindings: memory, streams, copies, device facts.
 
 Importing this module needs no GPU and no cuda-bindings; calling it does. Addresses and streams are integers. A stream
 here is not ordered with the default stream.
@@ -7,6 +7,7 @@ here is not ordered with the default stream.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ class CudaError(FlintError):
         self.out_of_memory = out_of_memory
 
 
+@functools.cache
 def _runtime() -> Any:
     """The module cuda.bindings.runtime, whose functions return a tuple that starts with an error."""
     try:
@@ -138,16 +140,24 @@ class Stream:
 
     def __init__(self) -> None:
         self.handle = 0
-        self._object = call("cudaStreamCreateWithFlags", _runtime().cudaStreamNonBlocking)
+        runtime = _runtime()
+        self._object = call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
         self.handle = int(self._object)
+        kinds = runtime.cudaMemcpyKind
+        self._to_device, self._to_host = kinds.cudaMemcpyHostToDevice, kinds.cudaMemcpyDeviceToHost
+        self._on_device = kinds.cudaMemcpyDeviceToDevice
 
     def upload(self, address: int, host: int, size: int) -> None:
-        """Copy `size` bytes from host to device; at once if the host memory is pinned."""
-        call("cudaMemcpyAsync", address, host, size, _runtime().cudaMemcpyKind.cudaMemcpyHostToDevice, self.handle)
+        """Copy `size` bytes from pinned host memory, which must stay as it is until they are there, to the device."""
+        call("cudaMemcpyAsync", address, host, size, self._to_device, self.handle)
 
     def download(self, host: int, address: int, size: int) -> None:
-        """Copy `size` bytes from device to host; they are there after `wait`."""
-        call("cudaMemcpyAsync", host, address, size, _runtime().cudaMemcpyKind.cudaMemcpyDeviceToHost, self.handle)
+        """Copy `size` bytes from the device to pinned host memory; they are there after `wait`."""
+        call("cudaMemcpyAsync", host, address, size, self._to_host, self.handle)
+
+    def copy_rows(self, to: int, source: int, width: int, rows: int, pitch: int) -> None:
+        """Copy `rows` pieces of `width` bytes, which stand every `pitch` bytes, within the device."""
+        call("cudaMemcpy2DAsync", to, pitch, source, pitch, width, rows, self._on_device, self.handle)
 
     def fill(self, address: int, byte: int, size: int) -> None:
         """Set device bytes."""
@@ -180,12 +190,80 @@ class Event:
         call("cudaEventRecord", self._object, stream.handle)
 
     def wait(self) -> None:
-        """Wait on the host; at once where it was never recorded."""
+        """Wait on the host; at once where it was never recorded. Raises CudaError for what failed before it."""
         call("cudaEventSynchronize", self._object)
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        runtime = _runtime()
+        return bool(runtime.cudaEventQuery(self._object)[0] != runtime.cudaError_t.cudaErrorNotReady)
 
     def __del__(self) -> None:
         if self._object is not None:
             _quietly(lambda: call("cudaEventDestroy", self._object))
+
+
+class Graph:
+    """What was put on a stream once, to be launched again as one."""
+
+    def __init__(self, stream: Stream, enqueue: Callable[[], object]) -> None:
+        """Capture what `enqueue` puts on the stream, without running it. Raises CudaError, and what `enqueue` does."""
+        self._executable = None
+        # Relaxed: a kernel may be loaded meanwhile, and nobody else uses the stream.
+        call("cudaStreamBeginCapture", stream.handle, _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)
+        try:
+            enqueue()
+        except BaseException:
+            graph = _runtime().cudaStreamEndCapture(stream.handle)[1]
+            if graph:
+                call("cudaGraphDestroy", graph)
+            raise
+        graph = call("cudaStreamEndCapture", stream.handle)
+        try:
+            self._executable = call("cudaGraphInstantiate", graph, 0)
+        finally:
+            call("cudaGraphDestroy", graph)
+
+    def launch(self, stream: Stream) -> None:
+        """Put it on a stream."""
+        call("cudaGraphLaunch", self._executable, stream.handle)
+
+    def __del__(self) -> None:
+        if self._executable is not None:
+            _quietly(lambda: call("cudaGraphExecDestroy", self._executable))
+
+
+class UploadRing:
+    """Pinned memory that small uploads pass through, so that the caller may forget its array at once.
+
+    The memory is a circle of segments. Its writer waits only where it comes round to a segment from which copies are
+    still under way.
+    """
+
+    def __init__(self, stream: Stream, segment_bytes: int, segments: int) -> None:
+        """No upload may be larger than a segment. Raises CudaError."""
+        self._stream, self._size = stream, segment_bytes
+        self._memory = PinnedMemory(segment_bytes * segments)
+        self._copied = [Event() for _ in range(segments)]
+        self._segment = self._used = 0
+
+    def upload(self, address: int, data: npt.NDArray[Any]) -> None:
+        """Copy a contiguous array to the device, in the stream's order."""
+        end = self._used + data.nbytes
+        if end > self._size:
+            self._copied[self._segment].record(self._stream)
+            self._segment = (self._segment + 1) % len(self._copied)
+            self._copied[self._segment].wait()
+            self._used, end = 0, data.nbytes
+        assert end <= self._size
+        at = self._segment * self._size + self._used
+        self._memory.array[at : at + data.nbytes] = data.reshape(-1).view(np.uint8)
+        self._stream.upload(address, self._memory.address + at, data.nbytes)
+        self._used = end
+
+    def free(self) -> None:
+        """Free the memory; no copy may be under way."""
+        self._memory.free()
 
 
 def _quietly(free: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ def table(rows: dict[str, int]) -> str:
 def largest_context(plan: MemoryPlan, free: int, sequences: int) -> int:
     """Longest context in tokens, at most the engine's, of `sequences` sequences whose states fit `free` bytes."""
     limits = plan.limits
-    left = free - sequences * (plan.slot_bytes + plan.config.vocab_size * 4)
+    left = free - sequences * (plan.slot_bytes + plan.sample_slot_bytes)
     if left < 0:
         return 0
     if not plan.page_bytes:
@@ -51,21 +51,24 @@ def _message(
 
 
 def open_error(engine: Engine, weight_bytes: int, arena_bytes: int, cause: str = "") -> ResourceError:
-    """Weights and arena do not fit, or leave no room for one page."""
+    """Weights and arena do not fit, or leave no room for one page and the sampling states of one sequence."""
     plan = _plan(engine, weight_bytes)
     rows = {
         "weights": weight_bytes,
         "activations and workspace": arena_bytes,
         "least KV cache (one sequence, one page)": plan.page_bytes + plan.slot_bytes,
+        "sampling states of one sequence": plan.sample_slot_bytes,
     }
-    context = largest_context(plan, cuda.memory_info()[0] - weight_bytes - arena_bytes - HEADROOM_BYTES, 1)
+    free = cuda.memory_info()[0] - weight_bytes - arena_bytes - HEADROOM_BYTES
+    context = largest_context(plan, free, 1)
     return _message(engine, "The model", rows, context, 1, cause)
 
 
 def check_open(engine: Engine, weight_bytes: int, arena_bytes: int) -> None:
-    """Raise ResourceError unless weights, arena and one page fit what is free now."""
+    """Raise ResourceError unless weights, arena and the states of one sequence fit what is free now."""
     plan = _plan(engine, weight_bytes)
-    needed = weight_bytes + arena_bytes + plan.page_bytes + plan.slot_bytes + HEADROOM_BYTES
+    states = plan.page_bytes + plan.slot_bytes + plan.sample_slot_bytes
+    needed = weight_bytes + arena_bytes + states + HEADROOM_BYTES
     if needed > cuda.memory_info()[0]:
         raise open_error(engine, weight_bytes, arena_bytes)
 
@@ -78,14 +81,8 @@ def pools_error(engine: Engine, pools: Pools, weight_bytes: int, arena_bytes: in
         "activations and workspace": arena_bytes,
         f"KV cache, full layers ({pools.pages:,} pages of {PAGE_TOKENS} tokens)": pools.pages * plan.page_bytes,
         f"KV cache, sliding layers ({pools.slots:,} slots)": pools.slots * plan.slot_bytes,
-        "token counts": pools.sample_slots * plan.config.vocab_size * 4,
+        f"sampling states ({pools.sample_slots:,} slots)": pools.sample_slots * plan.sample_slot_bytes,
     }
     sequences = max(1, pools.slots)
     context = largest_context(plan, cuda.memory_info()[0] - HEADROOM_BYTES, sequences)
     return _message(engine, "The KV cache", rows, context, sequences, cause)
-
-
-def check_pools(engine: Engine, pools: Pools, pool_bytes: int, weight_bytes: int, arena_bytes: int) -> None:
-    """Raise ResourceError unless `pool_bytes` fit what is free now."""
-    if pool_bytes + HEADROOM_BYTES > cuda.memory_info()[0]:
-        raise pools_error(engine, pools, weight_bytes, arena_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,8 @@ Dim = int | str
 
 
 @dataclass(frozen=True)
-class GraphInput:
-    """Type and shape of one graph input."""
+class GraphTensor:
+    """Type and shape of a graph's input or output."""
 
     dtype: DType
     shape: tuple[Dim, ...]
@@ -45,20 +46,33 @@ class GraphNode:
 class GraphFile:
     """A graph, its nodes in the order in which they run."""
 
-    inputs: dict[str, GraphInput]
+    inputs: dict[str, GraphTensor]
     nodes: tuple[GraphNode, ...]
-    outputs: tuple[str, ...]
+    outputs: dict[str, GraphTensor]
+
+    def dynamic_shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs that vary, for these sizes of the dimensions that have a name."""
+        return {
+            name: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in given.shape)
+            for name, given in self.inputs.items()
+            if any(isinstance(dim, str) for dim in given.shape)
+        }
+
+    def aliases(self) -> dict[str, str]:
+        """Outputs that share an input's memory, because a chain of nodes updates it in place."""
+        roots: dict[str, str] = {}
+        for node in self.nodes:
+            op = OPS[node.op]
+            sources = {b.name: x for b, x in zip(op.node_inputs(node.fields), node.inputs, strict=True)}
+            for binding, name in zip(op.node_outputs(node.fields), node.outputs, strict=True):
+                if binding.alias:
+                    source = sources[binding.alias]
+                    roots[name] = roots.get(source, source)
+        return {name: roots[name] for name in self.outputs if roots.get(name) in self.inputs}
 
 
 def parse_graph(model: onnx.ModelProto) -> GraphFile:
     """The graph of an ONNX model. Raises SchemaError where it is none of plugin nodes only."""
-    inputs = {}
-    for value in model.graph.input:
-        tensor = value.type.tensor_type
-        if tensor.elem_type not in _DTYPES:
-            raise SchemaError(f"input {value.name} has ONNX type {tensor.elem_type}")
-        shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
-        inputs[value.name] = GraphInput(_DTYPES[tensor.elem_type], shape)
     nodes = []
     for node in model.graph.node:
         if node.domain != DOMAIN or node.op_type not in OPS:
@@ -73,7 +87,18 @@ def parse_graph(model: onnx.ModelProto) -> GraphFile:
         except SchemaError as error:
             raise SchemaError(f"node {node.name}: {error}") from None
         nodes.append(GraphNode(node.name, node.op_type, fields, tuple(node.input), tuple(node.output)))
-    return GraphFile(inputs, tuple(nodes), tuple(value.name for value in model.graph.output))
+    return GraphFile(_tensors(model.graph.input), tuple(nodes), _tensors(model.graph.output))
+
+
+def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, GraphTensor]:
+    found = {}
+    for value in values:
+        tensor = value.type.tensor_type
+        if tensor.elem_type not in _DTYPES:
+            raise SchemaError(f"tensor {value.name} has ONNX type {tensor.elem_type}")
+        shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
+        found[value.name] = GraphTensor(_DTYPES[tensor.elem_type], shape)
+    return found
 
 
 def load_graph(path: Path) -> GraphFile:

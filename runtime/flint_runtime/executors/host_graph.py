@@ -8,6 +8,7 @@ from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime.config import ModelConfig
 from flint_runtime.executors.graph_file import GraphFile
 from flint_runtime.executors.host_library import DYNAMIC, HostGraph, HostLibrary
+from flint_runtime.executors.staging import page_table_columns
 from flint_runtime.manifest import Limits, Phase, ring_tokens
 
 ARENA_OUTPUTS = frozenset({"logits"})
@@ -15,11 +16,6 @@ ARENA_OUTPUTS = frozenset({"logits"})
 
 _MAX_ELEMENTS = 2**31 - 1
 """Of one tensor: TensorRT counts them in 32 bits, and the kernels may, too."""
-
-
-def page_table_columns(limits: Limits) -> int:
-    """Pages of the longest sequence."""
-    return -(-limits.max_context // PAGE_TOKENS)
 
 
 def size_ranges(config: ModelConfig, limits: Limits, phase: Phase) -> dict[str, tuple[int, int, int]]:
@@ -42,15 +38,6 @@ def size_ranges(config: ModelConfig, limits: Limits, phase: Phase) -> dict[str, 
     }
 
 
-def input_shapes(file: GraphFile, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the graph's inputs that vary, for these sizes."""
-    return {
-        name: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in given.shape)
-        for name, given in file.inputs.items()
-        if any(isinstance(dim, str) for dim in given.shape)
-    }
-
-
 def build_graph(library: HostLibrary, file: GraphFile) -> HostGraph:
     """The graph with its plugins, not prepared yet. Raises HostError where a plugin refuses its node."""
     graph = HostGraph(library)
@@ -65,5 +52,5 @@ def build_graph(library: HostLibrary, file: GraphFile) -> HostGraph:
 
 def prepare_graph(graph: HostGraph, file: GraphFile, ranges: Mapping[str, tuple[int, int, int]]) -> None:
     """Configure the plugins for `size_ranges` and plan the arena. Raises HostError."""
-    least, usual, most = (input_shapes(file, {name: sizes[i] for name, sizes in ranges.items()}) for i in range(3))
+    least, usual, most = (file.dynamic_shapes({name: sizes[i] for name, sizes in ranges.items()}) for i in range(3))
     graph.prepare(most, least, usual)

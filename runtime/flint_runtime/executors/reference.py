@@ -6,26 +6,43 @@ its op's schema, before and after it runs. Importing this module imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flint_plugins.ops import DOMAIN, OPS, PAGE_TOKENS, FieldValue, Op, SchemaError
+from flint_plugins.ops import OPS, DType, FieldValue, Op, SchemaError
 from flint_runtime.engine import Engine
-from flint_runtime.errors import EngineError, ResourceError
-from flint_runtime.executors.base import PROMPT_FLAG, Executor, StepResult
+from flint_runtime.errors import EngineError, FlintError, ResourceError
+from flint_runtime.executors.base import MAX_IN_FLIGHT, Executor, Pending, StepResult, too_many_in_flight
+from flint_runtime.executors.graph_file import GraphFile, load_graph
 from flint_runtime.executors.reference_ops import REFERENCE_OPS
 from flint_runtime.executors.reference_weights import DEFAULT_BUDGET_BYTES, WeightCache
-from flint_runtime.executors.step import Pools, Step, check_step
-from flint_runtime.manifest import PHASES, Phase, ring_tokens
+from flint_runtime.executors.staging import RESULT_ARRAYS
+from flint_runtime.executors.states import (
+    States,
+    bias_row,
+    check_copies,
+    check_sample_slot,
+    count_row,
+    is_state,
+    mask_row,
+)
+from flint_runtime.executors.step import STEP_ARRAYS, Pools, Step, StepChecker, sampling_states
+from flint_runtime.manifest import PHASES, Phase
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32", torch.int32: "i32", torch.int8: "i8"}
-_PLUGIN_ATTRIBUTES = ("plugin_version", "plugin_namespace")
+_TORCH_TYPES: dict[DType, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "i32": torch.int32,
+    "i8": torch.int8,
+}
+_DTYPES = {dtype: name for name, dtype in _TORCH_TYPES.items()}
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -50,8 +67,29 @@ class _Graph:
     inputs: frozenset[str]
 
 
+class _Finished(Pending):
+    """A step that has run, and whose result counts as unread until it is asked for."""
+
+    def __init__(self, executor: ReferenceExecutor, outcome: StepResult | Exception) -> None:
+        self._executor: ReferenceExecutor | None = executor
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return True
+
+    def result(self) -> StepResult:
+        """See `Pending.result`."""
+        if self._executor:
+            self._executor.unread -= 1
+            self._executor = None
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
 class ReferenceExecutor(Executor):
-    """Runs an engine on the CPU. `states` are its KV pools and token_counts by graph input name."""
+    """Runs an engine on the CPU. `states` are its KV pools and sampling states by graph input name."""
 
     def __init__(self, engine: Engine, cache_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
         """Load the graphs and weights of an opened engine.
@@ -61,18 +99,23 @@ class ReferenceExecutor(Executor):
         """
         self.engine = engine
         self.states: dict[str, Tensor] = {}
+        self.unread = 0
+        """Steps whose results nobody has read."""
         self._cache = WeightCache(cache_bytes)
         self._pools = Pools(0, 0, 0)
+        self._checker = StepChecker(self.config, self.limits, self._pools)
         self._weights: dict[str, Tensor] = {}
         for path in engine.weight_paths():
             try:
                 self._weights |= load_file(path)
             except Exception as error:  # safetensors raises its own types for what a damaged file may cause
                 raise EngineError(f"{path} cannot be read: {error}. Copy the engine again or rebuild it.") from None
-        self._graphs: dict[Phase, _Graph] = {phase: _load_graph(engine.graph_path(phase)) for phase in PHASES}
-        for phase, graph in self._graphs.items():
-            known = {*self._weights, *Step.__dataclass_fields__, "token_counts"}
-            missing = sorted(n for n in graph.inputs - known if not n.startswith("kv."))
+        files = {phase: load_graph(engine.graph_path(phase)) for phase in PHASES}
+        self._states = States(files.values())
+        self._graphs: dict[Phase, _Graph] = {phase: _graph(file) for phase, file in files.items()}
+        known = {*self._weights, *STEP_ARRAYS}
+        for phase, file in files.items():
+            missing = sorted(name for name, given in file.inputs.items() if name not in known and not is_state(given))
             if missing:
                 raise EngineError(
                     f"Engine {engine.directory}: no weight file holds {', '.join(missing[:5])}, an input of "
@@ -84,50 +127,92 @@ class ReferenceExecutor(Executor):
         """Open an engine directory. Raises EngineError where it is damaged."""
         return cls(Engine.open(directory))
 
+    def close(self) -> None:
+        """Drop weights and states."""
+        self.states, self._weights = {}, {}
+
+    # --- States -------------------------------------------------------------------------------------------------------
+
     def allocate(self, pages: int, slots: int, sample_slots: int) -> None:
-        """Allocate zeroed states; see `Executor.allocate`."""
-        config = self.config
-        per_slot = (config.num_key_value_heads, 2, ring_tokens(config.sliding_window), config.head_dim)
-        per_page = (config.num_key_value_heads, 2, PAGE_TOKENS, config.head_dim)
+        """Allocate the states, KV pools zeroed; see `Executor.allocate`."""
+        pools = Pools(pages, slots, sample_slots)
         self.states = {}
         try:
-            for layer in range(config.num_hidden_layers):
-                shape = (pages, *per_page) if config.is_full(layer) else (slots, *per_slot)
-                self.states[f"kv.{layer}"] = torch.zeros(shape, dtype=torch.bfloat16)
-            self.states["token_counts"] = torch.zeros(sample_slots, config.vocab_size, dtype=torch.int32)
-        except RuntimeError as error:
+            for name, given in self._states.inputs.items():
+                self.states[name] = torch.zeros(self._states.shape(name, pools), dtype=_TORCH_TYPES[given.dtype])
+        except (RuntimeError, MemoryError) as error:
             raise ResourceError(
                 f"{pages} pages and {slots} slots of KV do not fit the host's memory ({error}). Ask for less context."
             ) from None
-        self._pools = Pools(pages, slots, sample_slots)
+        for name, state in sampling_states(self.config.vocab_size).items():
+            self.states[name].fill_(state.initial)
+        self._pools = pools
+        self._checker = StepChecker(self.config, self.limits, pools)
 
     @property
     def pools(self) -> Pools:
         """Sizes that were allocated."""
         return self._pools
 
+    def memory_available(self) -> None:
+        """Unknown: the host swaps before it refuses."""
+        return None
+
     def begin_sequence(self, sample_slot: int, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
-        """Set a row of token_counts; see `Executor.begin_sequence`."""
-        counts = self.states["token_counts"][sample_slot]
-        ids = torch.tensor(list(generated), dtype=torch.long)
-        counts.copy_(torch.bincount(ids, minlength=len(counts)))
-        counts[torch.tensor(sorted(set(prompt)), dtype=torch.long)] += PROMPT_FLAG
+        """Reset a sample slot; see `Executor.begin_sequence`."""
+        check_sample_slot(sample_slot, self._pools)
+        self._set("token_counts", sample_slot, count_row(self.config.vocab_size, prompt, generated))
+        self.states["logit_bias"][sample_slot] = 0
+        self.states["token_mask"][sample_slot] = -1
+
+    def set_logit_bias(self, sample_slot: int, bias: Mapping[int, float]) -> None:
+        """Replace a slot's bias; see `Executor.set_logit_bias`."""
+        check_sample_slot(sample_slot, self._pools)
+        self._set("logit_bias", sample_slot, bias_row(self.config.vocab_size, bias))
+
+    def set_token_mask(self, sample_slot: int, mask: npt.NDArray[np.int32 | np.uint32]) -> None:
+        """Replace a slot's mask; see `Executor.set_token_mask`."""
+        check_sample_slot(sample_slot, self._pools)
+        self._set("token_mask", sample_slot, mask_row(self.config.vocab_size, mask))
+
+    def _set(self, state: str, sample_slot: int, row: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> None:
+        self.states[state][sample_slot] = torch.tensor(row)
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy ring slots; see `Executor.copy_slots`."""
+        check_copies(sources, targets, self._pools)
+        for name in self._states.rings():
+            for source, target in zip(sources, targets, strict=True):
+                self.states[name][target] = self.states[name][source]
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def submit(self, phase: Phase, step: Step, *, logits: bool = False) -> Pending:
+        """Run one step at once; see `Executor.submit`."""
+        if self.unread >= MAX_IN_FLIGHT:
+            raise too_many_in_flight()
+        self._checker.check(step, phase)
+        outcome: StepResult | Exception
+        try:
+            outcome = self._run(phase, step, logits)
+        except (FlintError, SchemaError) as error:
+            outcome = error
+        self.unread += 1
+        return _Finished(self, outcome)
 
     @torch.inference_mode()
-    def run(self, phase: Phase, step: Step, *, logits: bool = False) -> StepResult:
-        """Run one step; see `Executor.run`. Schema errors name the node."""
-        check_step(step, phase, self.config, self.limits, self._pools)
+    def _run(self, phase: Phase, step: Step, logits: bool) -> StepResult:
+        """Run one step. Schema errors name the node."""
         graph = self._graphs[phase]
-        arrays = {name: torch.from_numpy(array) for name, array in step.arrays().items() if name in graph.inputs}
+        # Copies: a packed step's arrays cannot be written to, which torch warns of.
+        arrays = {name: torch.from_numpy(array.copy()) for name, array in step.arrays().items() if name in graph.inputs}
         values = {**self._weights, **self.states, **arrays}
         for node in graph.nodes:
             self._run_node(node, values)
             for name in node.last_used:
                 del values[name]
-        tokens, logprobs, top_tokens, top_logprobs = (
-            values[name].numpy() for name in ("tokens", "logprobs", "top_tokens", "top_logprobs")
-        )
-        return StepResult(tokens, logprobs, top_tokens, top_logprobs, values["logits"].numpy() if logits else None)
+        results = {name: values[name].numpy() for name in RESULT_ARRAYS}
+        return StepResult(**results, logits=values["logits"].numpy() if logits else None)
 
     def _run_node(self, node: _Node, values: dict[str, Tensor]) -> None:
         """Check and run one node, adding its outputs to `values`."""
@@ -154,31 +239,14 @@ class ReferenceExecutor(Executor):
             raise SchemaError(f"node {node.name}: {error}") from None
 
 
-def _load_graph(path: Path) -> _Graph:
-    """Read an ONNX graph of plugin nodes. Raises EngineError where it is not one."""
-    try:
-        graph = onnx.load(path).graph
-    except Exception as error:  # protobuf and onnx raise types of their own
-        raise EngineError(f"{path} cannot be read: {error}. Copy the engine again or rebuild it.") from None
-    kept = {value.name for value in (*graph.output, *graph.input)}
+def _graph(file: GraphFile) -> _Graph:
+    kept = {*file.outputs, *file.inputs}
     last_use: dict[str, int] = {}
-    for index, node in enumerate(graph.node):
-        last_use |= dict.fromkeys((*node.input, *node.output), index)
+    for index, node in enumerate(file.nodes):
+        last_use |= dict.fromkeys((*node.inputs, *node.outputs), index)
     nodes = []
-    for index, node in enumerate(graph.node):
-        if node.domain != DOMAIN or node.op_type not in OPS:
-            raise EngineError(f"{path}: node {node.name} is {node.domain}.{node.op_type}, which is no plugin of ours.")
-        op = OPS[node.op_type]
-        fields = {}
-        for attribute in node.attribute:
-            value = onnx.helper.get_attribute_value(attribute)
-            fields[attribute.name] = value.decode() if isinstance(value, bytes) else value
-        fields = {name: value for name, value in fields.items() if name not in _PLUGIN_ATTRIBUTES}
-        try:
-            op.check_fields(fields)
-        except SchemaError as error:
-            raise EngineError(f"{path}: node {node.name}: {error}. Rebuild the engine.") from None
-        names = {*node.input, *node.output} - kept
+    for index, node in enumerate(file.nodes):
+        names = {*node.inputs, *node.outputs} - kept
         dead = tuple(sorted(name for name in names if last_use[name] == index))
-        nodes.append(_Node(node.name, op, fields, tuple(node.input), tuple(node.output), dead, {}))
-    return _Graph(tuple(nodes), frozenset(value.name for value in graph.input))
+        nodes.append(_Node(node.name, OPS[node.op], node.fields, node.inputs, node.outputs, dead, {}))
+    return _Graph(tuple(nodes), frozenset(file.inputs))

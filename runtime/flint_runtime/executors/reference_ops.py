@@ -67,8 +67,14 @@ def _swiglu(x: Tensor, t: Tensors, prefix: str, cache: WeightCache) -> Tensor:
 
 
 def embedding(fields: Fields, t: Tensors, cache: WeightCache) -> dict[str, Tensor]:
-    """out[t] = table[token_ids[t]]."""
-    return {"out": t["table"][t["token_ids"].long()]}
+    """out[t] = table[token], where token = token_ids[t] or, if negative, last_tokens[-1 - token_ids[t]]; else NaN."""
+    ids, last, table = t["token_ids"].long(), t["last_tokens"].long(), t["table"]
+    slots = -1 - ids
+    drawn = torch.where(slots < len(last), last[slots.clamp(0, len(last) - 1)], -1)
+    tokens = torch.where(ids < 0, drawn, ids)
+    out = table[tokens.clamp(0, len(table) - 1)]
+    out[(tokens < 0) | (tokens >= len(table))] = torch.nan
+    return {"out": out}
 
 
 def linear(fields: Fields, t: Tensors, cache: WeightCache) -> dict[str, Tensor]:
@@ -189,7 +195,7 @@ def draw(fields: Fields, t: Tensors, cache: WeightCache) -> dict[str, Tensor]:
     """Sample: see `reference_sample`."""
     arrays = {name: tensor.numpy() for name, tensor in t.items()}
     outputs = {name: torch.from_numpy(array) for name, array in sample(**arrays).items()}
-    return {**outputs, "token_counts_out": t["token_counts"]}
+    return {**outputs, "token_counts_out": t["token_counts"], "last_tokens_out": t["last_tokens"]}
 
 
 REFERENCE_OPS: dict[str, Callable[[Fields, Tensors, WeightCache], dict[str, Tensor]]] = {

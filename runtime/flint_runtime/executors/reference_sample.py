@@ -1,14 +1,15 @@
-"""Sample in numpy: penalties, filters and the seeded draw, defined so that a GPU kernel matches it bit for bit.
+"""Sample in numpy: bias, mask, penalties, filters and the seeded draw, so that a GPU kernel matches it bit for bit.
 
 Per row, on FP32 logits l:
 
-1. A row with a logit that is NaN or infinite, or that penalties make NaN, draws -1 (`NO_TOKEN`), with NaN logprobs;
-   nothing is counted.
+1. A row with a logit that is NaN or infinite, or that bias or penalties make NaN, or with every token forbidden, draws
+   -1 (`NO_TOKEN`), with NaN logprobs; nothing is counted.
 2. logprobs are log-softmax of the raw logits (vLLM's "raw_logprobs"): (l - max) - log(sum(exp(l - max))), FP32. The 20
    best by l, ties to the lowest index. Sums have no fixed order: logprobs agree between executors within 1e-4.
-3. Penalties, each operation rounded to FP32 (no fused multiply-add), in vLLM's order. n = times generated:
-   in prompt or generated: l = l / r if l > 0 else l * r; then l = l - frequency * n; then l = l - presence if n > 0;
-   at last clamped to the finite FP32 range. sample_slot -1: no penalties, nothing counted.
+3. Bias and penalties, each operation rounded to FP32 (no fused multiply-add), in vLLM's order. With USE_BIAS:
+   l = l + bias. n = times generated; in prompt or generated: l = l / r if l > 0 else l * r; then l = l - frequency * n;
+   then l = l - presence if n > 0; at last clamped to the finite FP32 range. l = -inf, which is never drawn, where the
+   bias is -inf or, with USE_MASK, the mask's bit is 0. sample_slot -1: none of these, and nothing is recorded.
 4. temperature <= 0: the largest l, ties to the lowest index.
 5. x = (l - max) / temperature, two FP32 roundings. weight w = exp(x) as an integer multiple of 2^-40 (`exp_weights`).
    From here on everything is integer arithmetic, so no order of summation matters.
@@ -18,7 +19,10 @@ Per row, on FP32 logits l:
 7. Draw: the first two words of Philox4x32-10(counter = (draw_index, 0, 0, 0), key = seed) form u, word 0 low;
    target = (u * total of the kept weights) >> 64; the token is the first, by index, whose running sum of kept weights
    exceeds target.
-8. The token's count rises by one. Rows that share a sample_slot all see the counts from before the step.
+8. The token's count rises by one, and last_tokens keeps the token, also if it is -1. Rows that share a sample_slot all
+   see the counts from before the step; the last of them leaves its token.
+
+A row with forced_token >= 0 is that token instead of steps 3 to 8, with its logprob by step 2.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from flint_plugins.ops import MAX_LOGPROBS
+from flint_plugins.ops import MASK_TOKENS, MAX_LOGPROBS, USE_BIAS, USE_MASK
 from flint_runtime.executors.base import NO_TOKEN, PROMPT_FLAG
 from flint_runtime.executors.step import Float32, Int32
 
@@ -98,7 +102,7 @@ def draw_token(kept: UInt64, seed: tuple[int, int], draw_index: int) -> int:
 
 
 def apply_penalties(logits: Float32, counts: Int32, repetition: float, presence: float, frequency: float) -> Float32:
-    """Step 3 above: logits [V] f32, counts [V] as in token_counts -> [V] f32."""
+    """The penalties of step 3 above, not clamped: logits [V] f32, counts [V] as in token_counts -> [V] f32."""
     generated = counts & np.int32(PROMPT_FLAG - 1)
     factor = np.float32(repetition)
     with np.errstate(over="ignore"):
@@ -106,8 +110,36 @@ def apply_penalties(logits: Float32, counts: Int32, repetition: float, presence:
     result: Float32 = np.where(counts != 0, penalised, logits)
     result = result - np.float32(frequency) * generated.astype(np.float32)
     result = np.where(generated > 0, result - np.float32(presence), result)
+    return result
+
+
+def unpack_mask(words: Int32) -> npt.NDArray[np.bool_]:
+    """Whether each token is allowed: [V / 32] words as in token_mask -> [V]."""
+    bits = words[:, None] >> np.arange(MASK_TOKENS, dtype=np.int32) & 1
+    allowed: npt.NDArray[np.bool_] = bits.reshape(-1) != 0
+    return allowed
+
+
+def adjust_logits(
+    logits: Float32,
+    bias: Float32 | None,
+    allowed: npt.NDArray[np.bool_] | None,
+    counts: Int32,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> Float32:
+    """Step 3 above: logits [V] f32, bias [V] f32, allowed [V] bool, counts [V] as in token_counts -> [V] f32."""
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        biased = logits if bias is None else logits + bias
+        result = apply_penalties(biased, counts, repetition, presence, frequency)
     largest = np.finfo(np.float32).max
-    return np.clip(result, -largest, largest)
+    result = np.clip(result, -largest, largest)
+    if bias is not None:
+        result[bias == -np.inf] = -np.inf
+    if allowed is not None:
+        result[~allowed] = -np.inf
+    return result
 
 
 def log_softmax(logits: Float32) -> Float32:
@@ -135,10 +167,15 @@ def sample(
     frequency_penalty: Float32,
     seed: Int32,
     draw_index: Int32,
+    forced_token: Int32,
+    sample_flags: Int32,
     sample_slot: Int32,
     token_counts: Int32,
+    last_tokens: Int32,
+    logit_bias: Float32,
+    token_mask: Int32,
 ) -> dict[str, Int32 | Float32]:
-    """The op Sample: shapes and dtypes of its schema. token_counts is updated in place.
+    """The op Sample: shapes and dtypes of its schema. token_counts and last_tokens are updated in place.
 
     Returns:
         tokens [R] int32, logprobs [R] f32, top_tokens [R, 20] int32, top_logprobs [R, 20] f32.
@@ -149,26 +186,31 @@ def sample(
     top_tokens = np.full((rows, MAX_LOGPROBS), NO_TOKEN, np.int32)
     top_logprobs = np.full((rows, MAX_LOGPROBS), np.nan, np.float32)
     for row in range(rows):
-        raw, slot = logits[row], int(sample_slot[row])
+        raw, slot, token = logits[row], int(sample_slot[row]), int(forced_token[row])
         if not np.isfinite(raw).all():
             continue
-        scaled = raw
-        if slot >= 0:
-            penalties = repetition_penalty[row], presence_penalty[row], frequency_penalty[row]
-            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                scaled = apply_penalties(raw, token_counts[slot], *penalties)
-            if not np.isfinite(scaled).all():
-                continue
-        token = int(scaled.argmax())
-        if temperature[row] > 0:
-            with np.errstate(over="ignore"):
-                x = (scaled - scaled[token]) / temperature[row]
-            kept = keep_weights(scaled, exp_weights(x), int(top_k[row]), float(top_p[row]), float(min_p[row]))
-            token = draw_token(kept, (int(seed[row, 0]), int(seed[row, 1])), int(draw_index[row]))
+        if token < 0:
+            adjusted = raw
+            if slot >= 0:
+                penalties = repetition_penalty[row], presence_penalty[row], frequency_penalty[row]
+                bias = logit_bias[slot] if sample_flags[row] & USE_BIAS else None
+                allowed = unpack_mask(token_mask[slot]) if sample_flags[row] & USE_MASK else None
+                adjusted = adjust_logits(raw, bias, allowed, token_counts[slot], *penalties)
+                if np.isnan(adjusted).any() or adjusted.max() == -np.inf:
+                    continue
+            token = int(adjusted.argmax())
+            if temperature[row] > 0:
+                with np.errstate(over="ignore"):
+                    x = (adjusted - adjusted[token]) / temperature[row]
+                kept = keep_weights(adjusted, exp_weights(x), int(top_k[row]), float(top_p[row]), float(min_p[row]))
+                token = draw_token(kept, (int(seed[row, 0]), int(seed[row, 1])), int(draw_index[row]))
         every = log_softmax(raw)
         tokens[row], logprobs[row] = token, every[token]
         top_tokens[row] = _best(raw, MAX_LOGPROBS)
         top_logprobs[row] = every[top_tokens[row]]
-    counted = (tokens >= 0) & (sample_slot >= 0)
+    recorded = (forced_token < 0) & (sample_slot >= 0)
+    counted = recorded & (tokens >= 0)
     np.add.at(token_counts, (sample_slot[counted], tokens[counted]), 1)
+    for slot, token in zip(sample_slot[recorded], tokens[recorded], strict=True):
+        last_tokens[slot] = token
     return {"tokens": tokens, "logprobs": logprobs, "top_tokens": top_tokens, "top_logprobs": top_logprobs}

@@ -1,33 +1,36 @@
-"""A step's small arrays in one block of bytes, so that each step takes one copy to the GPU and one back."""
+"""Small arrays in one block of bytes, so that each step takes one copy to the GPU and one back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flint_plugins.ops import MAX_LOGPROBS
-from flint_runtime.executors.step import STEP_ARRAYS
+from flint_plugins.ops import MAX_LOGPROBS, PAGE_TOKENS
 from flint_runtime.manifest import Limits
 
 Array = npt.NDArray[np.int32] | npt.NDArray[np.float32]
+ArrayTypes = Mapping[str, tuple[type[np.int32 | np.float32], tuple[str, ...]]]
+"""Dtype and shape of arrays by name; a dimension is a symbol of `Sizes.by_name` or a number."""
 
-RESULT_ARRAYS: dict[str, tuple[type[np.int32 | np.float32], tuple[str, ...]]] = {
+RESULT_ARRAYS: ArrayTypes = {
     "tokens": (np.int32, ("R",)),
     "logprobs": (np.float32, ("R",)),
     "top_tokens": (np.int32, ("R", str(MAX_LOGPROBS))),
     "top_logprobs": (np.float32, ("R", str(MAX_LOGPROBS))),
 }
-"""Dtype and shape of what a step returns; symbols as in STEP_ARRAYS."""
+"""What a step returns."""
 
-_ALIGNMENT = 16
-"""Kernels read these arrays in words of up to 16 bytes."""
+ALIGNMENT = 256
+"""Of every address that TensorRT is given."""
+ITEM_BYTES = 4
+"""Of both dtypes."""
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What the shapes of a step's arrays depend on: tokens, sequences, page-table columns, rows of logits."""
 
     tokens: int
@@ -51,7 +54,7 @@ class Block:
         """The arrays as views of `memory`, which must have `size` bytes at least."""
         found: dict[str, Array] = {}
         for name, (offset, dtype, shape) in self.arrays.items():
-            count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            count = int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES
             array: Array = memory[offset : offset + count].view(dtype).reshape(shape)  # type: ignore[assignment]
             found[name] = array
         return found
@@ -61,17 +64,21 @@ class Block:
         return {name: start + offset for name, (offset, _, _) in self.arrays.items()}
 
 
-def pack(arrays: Mapping[str, tuple[type[np.int32 | np.float32], tuple[str, ...]]], sizes: Sizes) -> Block:
-    """Lay out arrays such as STEP_ARRAYS for a step's sizes."""
-    known = sizes.by_name()
+def pack(arrays: ArrayTypes, sizes: Mapping[str, int]) -> Block:
+    """Lay out arrays for the sizes of their symbols."""
     found: dict[str, tuple[int, type[np.int32 | np.float32], tuple[int, ...]]] = {}
     end = 0
     for name, (dtype, dims) in arrays.items():
-        shape = tuple(known[dim] if dim in known else int(dim) for dim in dims)
+        shape = tuple(sizes[dim] if dim in sizes else int(dim) for dim in dims)
         found[name] = (end, dtype, shape)
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        size = int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES
+        end += -(-size // ALIGNMENT) * ALIGNMENT
     return Block(found, end)
+
+
+def page_table_columns(limits: Limits) -> int:
+    """Pages of the longest sequence."""
+    return -(-limits.max_context // PAGE_TOKENS)
 
 
 def page_table_width(pages: int, most: int) -> int:
@@ -90,8 +97,3 @@ def largest_sizes(limits: Limits, columns: int) -> Sizes:
     """The sizes that staging memory must hold, over both phases."""
     tokens = max(limits.prefill_chunk, limits.decode_tokens)
     return Sizes(tokens, limits.max_batch, columns, max(limits.logits_rows, limits.decode_tokens))
-
-
-def step_arrays(inputs: Mapping[str, object]) -> dict[str, tuple[type[np.int32 | np.float32], tuple[str, ...]]]:
-    """STEP_ARRAYS that a graph with these inputs reads."""
-    return {name: given for name, given in STEP_ARRAYS.items() if name in inputs}

@@ -140,7 +140,7 @@ def test_c4_cut_in_a_tensor_names_it_and_both_sizes(good: Path, tmp_path: Path) 
 def test_c4_cut_while_reading(good: Path, tmp_path: Path) -> None:
     path = copy_of(good, tmp_path)
     checkpoint, _ = tiny.opened(path)
-    (rows,) = checkpoint.rows(Source("lm_head.weight", (752, 128)))
+    (rows,) = checkpoint.rows(Source("lm_head.weight", (768, 128)))
     with path.open("r+b") as file:
         file.truncate(rows.tensor.offset + 100)
     with pytest.raises(CheckpointError, match=r"ends at byte .* tensor output\.weight needs bytes up to"):
@@ -317,10 +317,10 @@ def test_c9_metadata_and_config_disagree(tmp_path: Path, key: str, field: str, v
 
 
 def test_c9_vocabulary_of_the_embedding(tmp_path: Path) -> None:
-    path = tiny.nvfp4(tmp_path, metadata={"flint.vocab_size": 768})
-    tiny.edit_config(tmp_path, vocab_size=768)
+    path = tiny.nvfp4(tmp_path, metadata={"flint.vocab_size": 800})
+    tiny.edit_config(tmp_path, vocab_size=800)
     with pytest.raises(
-        CheckpointError, match=r"token_embd\.weight has 752 rows .* vocab_size is 768 in .*config\.json"
+        CheckpointError, match=r"token_embd\.weight has 768 rows .* vocab_size is 800 in .*config\.json"
     ):
         tiny.opened(path)
 

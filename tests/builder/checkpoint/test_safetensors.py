@@ -165,8 +165,8 @@ def test_wrong_shape_names_both(tmp_path: Path) -> None:
 
 def test_c9_config_of_another_model(tmp_path: Path) -> None:
     directory = tiny.bf16(tmp_path)
-    tiny.edit_config(directory, vocab_size=768)
-    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is BF16 \[752, 128\], expected .* \[768, 128\]"):
+    tiny.edit_config(directory, vocab_size=800)
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight is BF16 \[768, 128\], expected .* \[800, 128\]"):
         tiny.opened(directory)
 
 

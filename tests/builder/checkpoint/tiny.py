@@ -41,7 +41,7 @@ CONFIG = flint_config(
     intermediate=192,
     moe_intermediate=64,
     shared_intermediate=128,
-    vocab=752,
+    vocab=768,
     window=16,
     context=64,
 )
