@@ -62,7 +62,7 @@ bench: plugins  ## Repacking speed and memory
 
 bench-gpu: plugins  ## Whole steps of the full-size model on this machine's GPU (needs torch with CUDA)
 	$(BIN)/python -m tests.bench.full_size build/skeleton
-	$(BIN)/python -m tests.bench.bench_gpu --skeleton build/skeleton --weights nvfp4 bf16 --sample --load \
+	$(BIN)/python -m tests.bench.bench_gpu --skeleton build/skeleton --weights nvfp4 bf16 --ops --sample --load \
 	  --commit $$(git rev-parse --short HEAD) --out tests/bench/results
 
 clean:  ## Remove what the targets made, but not .venv

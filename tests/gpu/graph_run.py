@@ -11,9 +11,9 @@ from torch import Tensor
 from flint_plugins.ops import OPS
 from flint_runtime.config import ModelConfig
 from flint_runtime.executors.graph_file import GraphFile, GraphNode
-from flint_runtime.executors.host_graph import build_graph, input_shapes, prepare_graph, size_ranges
+from flint_runtime.executors.host_graph import build_graph, prepare_graph, size_ranges
 from flint_runtime.executors.host_library import HostGraph
-from flint_runtime.executors.step import Step
+from flint_runtime.executors.step import STEP_ARRAYS, Step
 from flint_runtime.manifest import Limits, Phase
 from tests.gpu.ops import TORCH_DTYPES, library
 
@@ -35,7 +35,8 @@ def first_layers(file: GraphFile, layers: int) -> GraphFile:
         if kept(node.name)
     )
     inputs = {name: given for name, given in file.inputs.items() if kept(name)}
-    return GraphFile(inputs, nodes, tuple(name for name in file.outputs if kept(name)))
+    outputs = {name: given for name, given in file.outputs.items() if kept(name)}
+    return GraphFile(inputs, nodes, outputs)
 
 
 def first_layers_config(config: ModelConfig, layers: int) -> ModelConfig:
@@ -59,7 +60,7 @@ def make_states(file: GraphFile, weights: Mapping[str, Tensor], pool: Pool) -> d
     sizes = {"pages": pool.pages, "slots": pool.slots, "sample_slots": pool.sample_slots}
     states = {}
     for name, given in file.inputs.items():
-        if name in weights or name in Step.__dataclass_fields__:
+        if name in weights or name in STEP_ARRAYS:
             continue
         shape = [sizes[dim] if isinstance(dim, str) else dim for dim in given.shape]
         value = torch.nan if name.startswith("kv.") else 0
@@ -86,7 +87,7 @@ class GraphRun:
             if not binding.alias
         ]
         # Every output gets an address of its own, so that no later node's takes its place in the arena.
-        named = replace(file, outputs=tuple(name for name in file.outputs if name not in self._own))
+        named = replace(file, outputs={name: given for name, given in file.outputs.items() if name not in self._own})
         self._graph: HostGraph = build_graph(library(), named)
         for name in self._own:
             self._graph.mark_output(name)
@@ -98,9 +99,9 @@ class GraphRun:
 
         Outputs and workspace start as NaN.
         """
-        arrays = {n: torch.from_numpy(a).cuda() for n, a in step.arrays().items() if n in self.file.inputs}
+        arrays = {n: torch.tensor(a).cuda() for n, a in step.arrays().items() if n in self.file.inputs}
         tensors = {**self.memory, **arrays}
-        shapes = {name: tuple(tensors[name].shape) for name in input_shapes(self.file, _any_size(self.file))}
+        shapes = {name: tuple(tensors[name].shape) for name in self.file.inputs}
         self._graph.set_shapes(shapes)
         outputs = {}
         for name in self._own:
@@ -112,19 +113,8 @@ class GraphRun:
         torch.cuda.synchronize()
         self._graph.bind(shapes, addresses, self._arena.data_ptr()).launch(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
-        aliases = {
-            name: tensors[self._source(node, binding.alias, tensors)]
-            for node in self.file.nodes
-            for name, binding in zip(node.outputs, OPS[node.op].node_outputs(node.fields), strict=True)
-            if binding.alias
-        }
+        aliases = {name: tensors[root] for name, root in self.file.aliases().items()}
         return tensors | outputs | aliases
-
-    def _source(self, node: GraphNode, binding: str, tensors: Mapping[str, Tensor]) -> str:
-        """The graph input whose memory a node's aliased output shares."""
-        names = [b.name for b in OPS[node.op].node_inputs(node.fields)]
-        name = node.inputs[names.index(binding)]
-        return name if name in tensors else name.removesuffix(".out")
 
 
 def bindings(node: GraphNode, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -133,7 +123,3 @@ def bindings(node: GraphNode, tensors: Mapping[str, Tensor]) -> tuple[dict[str, 
     inputs = {b.name: tensors[name] for b, name in zip(op.node_inputs(node.fields), node.inputs, strict=True)}
     outputs = {b.name: tensors[name] for b, name in zip(op.node_outputs(node.fields), node.outputs, strict=True)}
     return inputs, outputs
-
-
-def _any_size(file: GraphFile) -> dict[str, int]:
-    return {dim: 1 for given in file.inputs.values() for dim in given.shape if isinstance(dim, str)}

@@ -176,7 +176,7 @@ def keys_of(node: GraphNode, tensors: Taps, step: Step) -> tuple[Tensor, Tensor]
         assert length == new, "a prefill from the sequence's start"
         both = tensors["fresh_kv"]
     elif node.fields["attention"] == "full":
-        pages = torch.from_numpy(step.page_table[0, : -(-length // PAGE_TOKENS)]).long().to(DEVICE)
+        pages = torch.tensor(step.page_table[0, : -(-length // PAGE_TOKENS)]).long().to(DEVICE)
         both = tensors["kv_pool"][pages].permute(0, 3, 2, 1, 4).flatten(0, 1)[:length]
     else:
         ring = tensors["kv_pool"][int(step.ring_slot[0])].permute(2, 1, 0, 3)
