@@ -60,7 +60,7 @@ format: plugins  ## Rewrite the sources in the project's style
 bench: plugins  ## Repacking speed and memory
 	$(BIN)/python -m tests.bench.bench_repack
 
-bench-gpu: plugins  ## Whole steps of the full-size model on this machine's GPU (needs torch with CUDA)
+bench-gpu: plugins  ## The full-size model and its ops on this machine's GPU (needs torch with CUDA)
 	$(BIN)/python -m tests.bench.full_size build/skeleton
 	$(BIN)/python -m tests.bench.bench_gpu --skeleton build/skeleton --weights nvfp4 bf16 --ops --sample --load \
 	  --commit $$(git rev-parse --short HEAD) --out tests/bench/results

@@ -146,7 +146,6 @@ class Bench:
         note = f"{cost.flops / 1e12:.3g} TFLOP at {self.tflop_s:.0f} TFLOP/s"
         if tokens <= chunk:
             launch = self.launcher("prefill", self.prefill_step(tokens))
-            # The same step each time: more replays than 50 cost the longest chunk seconds.
             median, p95 = self.time(launch, samples=50)
             kernels = self.kernels(launch)
         else:
@@ -312,16 +311,18 @@ def main() -> None:
     args = parser.parse_args()
     tb_s, tflop_s = read_bandwidth(), multiply_rate()
     print(f"reads {tb_s:.2f} TB/s, multiplies {tflop_s:.0f} TFLOP/s", flush=True)
-    records = []
-    for record in measure(args, tb_s, tflop_s):
-        records.append(record)
-        print(line(record), flush=True)
-    if args.out:
-        card, driver = describe_card()
-        day = time.strftime("%Y%m%d", time.gmtime())
-        report = Report(card, driver, args.commit, day, round(tb_s, 3), None, tuple(records))
-        for path in report.write(args.out):
-            print(path)
+    records: list[Record] = []
+    try:
+        for record in measure(args, tb_s, tflop_s):
+            records.append(record)
+            print(line(record), flush=True)
+    finally:  # A run that is cut short keeps what it measured.
+        if args.out:
+            card, driver = describe_card()
+            day = time.strftime("%Y%m%d", time.gmtime())
+            report = Report(card, driver, args.commit, day, round(tb_s, 3), None, tuple(records))
+            for path in report.write(args.out):
+                print(path)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _product_sets(
     layers = 8 if op == "NormMoe" else _count(cost)
     made = [node_weights(op, weights, _SHAPE, panels, "cuda") for _ in range(layers)]
     sets = []
-    for i in range(4 * layers if op == "NormMoe" else layers):
+    for i in range(4 * layers if op == "NormMoe" and tokens < CHUNK else layers):
         fields, inputs = node_inputs(op, weights, _SHAPE, tokens, tokens, "cuda", made[i % layers])
         sets.append(inputs)
     return fields, sets

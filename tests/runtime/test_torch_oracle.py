@@ -134,11 +134,9 @@ def test_allowances_hold_for_another_order(op: str, fmt: str, kernel: Callable[[
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS[1:])
 def test_allowances_hold_where_the_norm_flips(op: str, fmt: str) -> None:
     """What NORM and FLIPS are for: the largest normalised value of every token one BF16 step off."""
-    if op == "Linear":
-        pytest.skip("takes no norm")
     fields, inputs = node_inputs(op, fmt, WIDE, 8, rows=8)
     expected, real = oracle.OPS[op](fields, inputs), oracle.normalize
 
