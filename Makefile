@@ -57,8 +57,9 @@ format: plugins  ## Rewrite the sources in the project's style
 	find plugins \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.c' \) -print0 \
 	  | xargs -0 $(BIN)/clang-format -i
 
-bench: plugins  ## Repacking speed and memory
+bench: plugins  ## Repacking speed and memory; the host's cost of a step
 	$(BIN)/python -m tests.bench.bench_repack
+	$(BIN)/python -m tests.bench.bench_host
 
 bench-gpu: plugins  ## The full-size model and its ops on this machine's GPU (needs torch with CUDA)
 	$(BIN)/python -m tests.bench.full_size build/skeleton
