@@ -83,14 +83,25 @@ def _unpack_nvfp4(packed: Tensor) -> Tensor:
     tiles = columns // TILE_COLUMNS
     group = math.gcd(4, tiles)
     data = packed.view(torch.uint8)
-    # [..., panel, tile, g, t, half, byte] -> [..., panel, half, g, tile, t, byte]; rows are (panel, half, g).
-    codes = data[..., : 8 * columns].reshape(-1, panels, tiles, 8, 4, 2, 8).permute(0, 1, 5, 3, 2, 4, 6)
-    codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+    # [..., panel, tile, g, t, half, value] -> [..., panel, half, g, tile, t, value]; rows are (panel, half, g).
+    codes = _codes(data[..., : 8 * columns]).view(-1, panels, tiles, 8, 4, 2, 16).permute(0, 1, 5, 3, 2, 4, 6)
     # [..., panel, group, g, t, tile of the group, half] -> [..., panel, half, g, tile, t]
     scales = data[..., 8 * columns :].reshape(-1, panels, tiles // group, 8, 4, group, 2).permute(0, 1, 6, 3, 2, 5, 4)
     values = _table(E2M1_VALUES, codes).flatten(4, 5)
     values = values.view(*values.shape[:4], -1, 16) * _table(E4M3_VALUES, scales).flatten(4).unsqueeze(-1)
     return values.reshape(*lead, panels * PANEL_ROWS, columns)
+
+
+def _codes(data: Tensor) -> Tensor:
+    """The E2M1 codes of bytes [..., 8 n] as [..., 16 n] in the order of their columns."""
+    words = data.contiguous().view(torch.int16)
+    # Where mantissa, exponent and sign of a half word's four codes lie; they are values 0, 8, 1 and 9 of its pair.
+    places = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (14, 10, 11, 13))
+    first, eighth, second, ninth = (
+        torch.stack([(words >> place & 1) << bit for bit, place in enumerate(code)]).sum(0) for code in places
+    )
+    groups = [torch.stack(pair, dim=-1).unflatten(-2, (-1, 4)) for pair in ((first, second), (eighth, ninth))]
+    return torch.stack(groups, dim=-3).flatten(-4)
 
 
 def _table(values: npt.NDArray[np.float32], index: Tensor) -> Tensor:
