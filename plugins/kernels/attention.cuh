@@ -70,11 +70,6 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
     return result;
 }
 
-/// Barrier `id` among `threads` threads of the block.
-__device__ __forceinline__ void syncNamed(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 /// Add one to a counter; the result is its value before. What this thread's block wrote before is visible to blocks
 /// that count later, and what earlier ones wrote is visible here. (A fence of __threadfence's strength would cost
 /// more.)

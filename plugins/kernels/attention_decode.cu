@@ -21,7 +21,13 @@ namespace attention {
 
 namespace {
 
-constexpr int kSTAGES = 3; // Per warp; groups of several warps pool theirs.
+/// Warps of the kernel for steps of one token a sequence: a window's chunks in three rounds, two of them under way
+/// before the wait. With several tokens a sequence their state would not fit the registers.
+constexpr int kSINGLE_WARPS = 14;
+
+/// Chunks of shared memory a warp; groups of several warps pool theirs.
+template <int Warps>
+constexpr int kSTAGES = Warps == kSINGLE_WARPS ? 2 : 3;
 
 /// Steps of up to kLATENCY_TOKENS rows split a sequence so that one alone fills the GPU. In larger ones the batch does
 /// that: fewer, longer splits then keep the workspace and the merging small. Units are pages.
@@ -37,7 +43,7 @@ __device__ __forceinline__ void syncGroup(int group) {
     if constexpr (Warps == 1) {
         __syncwarp();
     } else {
-        syncNamed(1 + group, Warps * kWARP); // Barrier 0 is __syncthreads.
+        syncNamed(1 + group, Warps * kWARP);
     }
 }
 
@@ -131,7 +137,7 @@ __device__ __forceinline__ void attendChunk(WarpState<Tokens>& state, uint32_t s
 template <int Warps, bool Paged, int Tokens, int Share>
 __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const& item, uint8_t* shared) {
     constexpr int GROUPS = Warps / Share;
-    constexpr int STAGES = kSTAGES * Share;
+    constexpr int STAGES = kSTAGES<Warps> * Share;
     int const warp = threadIdx.x / kWARP, lane = threadIdx.x % kWARP;
     int const group = warp / Share;
     int const thread = threadIdx.x % (Share * kWARP);
@@ -148,7 +154,7 @@ __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const&
     };
     // Old tokens' keys do not depend on the kernel before this one (see launchSinkAttentionDecode).
     int const old = item.length - item.tokens;
-    for (int i = 0; i < STAGES - 1; ++i) {
+    for (int i = 0; i < STAGES; ++i) {
         int const chunk = begin + i * GROUPS;
         if ((chunk + 1) * kCHUNK > old) {
             waitForPredecessor();
@@ -188,22 +194,22 @@ __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const&
         openCounter(counter, found);
     }
 
-    int stage = 0, free = STAGES - 1;
+    int stage = 0;
     for (int chunk = begin; chunk < item.chunk_end; chunk += GROUPS) {
-        waitCopies<STAGES - 2>();
-        syncGroup<Share>(group); // The chunk is there for all, and the previous one used by all.
-        fetch(chunk + (STAGES - 1) * GROUPS, free);
-        free = stage;
+        waitCopies<STAGES - 1>();
+        syncGroup<Share>(group); // The chunk is there for all.
         int const first = chunk * kCHUNK;
         bool const masked = first + kCHUNK > old + 1 || first <= item.length - 1 - a.window;
         attendChunk(state, ring + stage * kCHUNK_BYTES, masked, first, a.window, lane);
+        syncGroup<Share>(group); // All have used it.
+        fetch(chunk + STAGES * GROUPS, stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    finishItem<Warps, Tokens, Share>(a, item, state, shared);
+    finishItem<Warps, Tokens, Share, Warps != kSINGLE_WARPS>(a, item, state, shared);
 }
 
 template <int Warps>
-constexpr int kSHARED_BYTES = Warps * kSTAGES * kCHUNK_BYTES;
+constexpr int kSHARED_BYTES = Warps * kSTAGES<Warps> * kCHUNK_BYTES;
 
 static_assert(8 * 2 * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<8>, "the merge reuses the chunks' memory");
 static_assert(4 * 2 * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<4>, "the merge reuses the chunks' memory");
@@ -233,6 +239,26 @@ __global__ void __launch_bounds__(Warps* kWARP, Warps == 8 ? 1 : 2)
     zeroPadding(a);
 }
 
+/// For steps of one token a sequence, in rings. Should one have more nevertheless, they follow one another.
+__global__ void __launch_bounds__(kSINGLE_WARPS* kWARP, 1)
+    sinkAttentionSingleKernel(DecodeArguments const __grid_constant__ a) {
+    extern __shared__ __align__(256) uint8_t shared[];
+    allowSuccessor();
+    ItemFinder finder;
+    Item item;
+    for (int number = blockIdx.x; finder.find(a, number, threadIdx.x % kWARP, item); number += gridDim.x) {
+        int const row = item.row, tokens = item.tokens, old = item.length - tokens;
+        item.tokens = 1;
+        for (int token = 0; token < tokens; ++token) {
+            item.row = row + token;
+            item.length = old + token + 1;
+            attendItem<kSINGLE_WARPS, false, 1, 1>(a, item, shared);
+        }
+    }
+    waitForPredecessor(); // see above
+    zeroPadding(a);
+}
+
 int latencySplits(int64_t kvHeads, int64_t blocks) {
     return static_cast<int>(std::clamp<int64_t>(blocks / kvHeads, 1, kMAX_SPLITS));
 }
@@ -245,9 +271,9 @@ size_t counterBytes(int64_t sequences, int64_t kvHeads) {
     return aligned(static_cast<size_t>(sequences * kvHeads) * sizeof(unsigned long long));
 }
 
-template <int Warps, bool Paged>
-cudaError_t launchDecode(DecodeArguments const& a, int64_t items, int sms, cudaStream_t stream) {
-    auto* const kernel = sinkAttentionDecodeKernel<Warps, Paged>;
+template <int Warps>
+cudaError_t launchDecode(void (*kernel)(DecodeArguments const), DecodeArguments const& a, int64_t items, int sms,
+                         cudaStream_t stream) {
     constexpr int BYTES = kSHARED_BYTES<Warps>;
     if (cudaError_t const status = allowShared(kernel, BYTES); status != cudaSuccess) {
         return status;
@@ -334,11 +360,16 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
     a.partials = reinterpret_cast<float4*>(workspace + counters + aligned(static_cast<size_t>(rows) * sizeof(float2)));
 
     int64_t const items = std::min(params.sequences, params.tokens) * params.kv_heads * a.max_splits;
-    bool const wide = latency && sharedBytes >= kSHARED_BYTES<8> + 1024;
     bool const paged = params.ring == 0;
-    return wide
-               ? (paged ? launchDecode<8, true>(a, items, sms, stream) : launchDecode<8, false>(a, items, sms, stream))
-               : (paged ? launchDecode<4, true>(a, items, sms, stream) : launchDecode<4, false>(a, items, sms, stream));
+    if (latency && !paged && params.tokens == params.sequences && sharedBytes >= kSHARED_BYTES<kSINGLE_WARPS> + 1024) {
+        return launchDecode<kSINGLE_WARPS>(sinkAttentionSingleKernel, a, items, sms, stream);
+    }
+    if (latency && sharedBytes >= kSHARED_BYTES<8> + 1024) {
+        auto* const kernel = paged ? sinkAttentionDecodeKernel<8, true> : sinkAttentionDecodeKernel<8, false>;
+        return launchDecode<8>(kernel, a, items, sms, stream);
+    }
+    auto* const kernel = paged ? sinkAttentionDecodeKernel<4, true> : sinkAttentionDecodeKernel<4, false>;
+    return launchDecode<4>(kernel, a, items, sms, stream);
 }
 
 } // namespace flint

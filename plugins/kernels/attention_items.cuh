@@ -178,8 +178,8 @@ __device__ __forceinline__ void loadChunk(Item const& item, ChunkPlace const& pl
         int const source = Paged ? row : ringPlace(place.first, row, ring);
         bf16 const* const k = place.k + source * kHEAD_DIM + segment * kSEGMENT;
         uint32_t const target = stage + swizzled(row, segment);
-        copyAsync16(target, k, valid);
-        copyAsync16(target + kCHUNK * kROW_BYTES, k + place.v_distance, valid);
+        copyOnceAsync16(target, k, valid);
+        copyOnceAsync16(target + kCHUNK * kROW_BYTES, k + place.v_distance, valid);
     }
 }
 

@@ -6,7 +6,7 @@
 namespace flint::attention {
 
 constexpr int kMAX_SPLITS = 128; // Counts must fit kCOUNT_BITS.
-constexpr int kMERGE_BATCH = 17; // Splits whose loads are under way together: two batches for the H200's 33.
+constexpr int kMERGE_BATCH = 33; // Splits whose loads are under way together: all that the H200 makes of a sequence.
 
 constexpr int kCOUNT_BITS = 8;
 constexpr unsigned long long kCOUNTER_TAG = 0xFFC5A3E19D5B71ull; // Its high word is a NaN that no result here has.
@@ -74,43 +74,60 @@ __device__ __noinline__ void mergeSplits(DecodeArguments const& a, int firstRow,
         int64_t const row = firstRow + r / kGROUP;
         int const head = kvHead * kGROUP + r % kGROUP;
         int64_t const first = (row * a.kv_heads * kGROUP + head) * a.max_splits;
+        float4 parts[kMERGE_BATCH];
+        auto const load = [&](int base) {
+#pragma unroll
+            for (int i = 0; i < kMERGE_BATCH; ++i) {
+                parts[i] = base + i < splits ? __ldcg(a.partials + (first + base + i) * kWARP + lane) : float4{};
+            }
+        };
+        load(0);
+        // A lane has the statistics of every 32nd split.
+        float2 stats[kMAX_SPLITS / kWARP];
         float top = kMINUS_INFINITY, sum = 0.0f;
-        float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int base = 0; base < splits; base += kMERGE_BATCH) {
-            float2 stats[kMERGE_BATCH];
-            float4 parts[kMERGE_BATCH];
+#pragma unroll
+        for (int i = 0; i < kMAX_SPLITS / kWARP; ++i) {
+            int const split = i * kWARP + lane;
+            stats[i] = split < splits ? __ldcg(a.stats + first + split) : make_float2(kMINUS_INFINITY, 0.0f);
+            top = fmaxf(top, stats[i].x);
+        }
+#pragma unroll
+        for (int mask = kWARP / 2; mask > 0; mask /= 2) {
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, mask));
+        }
+        float weights[kMAX_SPLITS / kWARP];
+#pragma unroll
+        for (int i = 0; i < kMAX_SPLITS / kWARP; ++i) {
+            weights[i] = rescale(stats[i].x, top);
+            sum += stats[i].y * weights[i];
+        }
+        sum = warpSum(sum);
+        float4 value{};
+        for (int base = 0;;) {
 #pragma unroll
             for (int i = 0; i < kMERGE_BATCH; ++i) {
-                bool const present = base + i < splits;
-                stats[i] = make_float2(kMINUS_INFINITY, 0.0f);
-                parts[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (present) {
-                    stats[i] = __ldcg(a.stats + first + base + i);
-                    parts[i] = __ldcg(a.partials + (first + base + i) * kWARP + lane);
+                int const split = base + i;
+                float own = weights[0];
+#pragma unroll
+                for (int k = 1; k < kMAX_SPLITS / kWARP; ++k) {
+                    own = split / kWARP == k ? weights[k] : own;
                 }
+                float const weight = __shfl_sync(0xFFFFFFFFu, own, split % kWARP);
+                accumulate(value, split < splits ? weight : 0.0f, parts[i]);
             }
-            float now = top;
-#pragma unroll
-            for (int i = 0; i < kMERGE_BATCH; ++i) {
-                now = fmaxf(now, stats[i].x);
+            base += kMERGE_BATCH;
+            if (base >= splits) {
+                break;
             }
-            float const factor = rescale(top, now);
-            top = now;
-            sum *= factor;
-            value = make_float4(value.x * factor, value.y * factor, value.z * factor, value.w * factor);
-#pragma unroll
-            for (int i = 0; i < kMERGE_BATCH; ++i) {
-                float const weight = rescale(stats[i].x, top);
-                sum += stats[i].y * weight;
-                accumulate(value, weight, parts[i]);
-            }
+            load(base);
         }
         storeRow(a, row, head, top, sum, value, lane);
     }
 }
 
 /// Merge the groups' results of an item through shared memory, and store them or leave them as a partial result.
-template <int Warps, int Tokens, int Share>
+/// Splits: whether an item may be one of several.
+template <int Warps, int Tokens, int Share, bool Splits>
 __device__ __forceinline__ void finishItem(DecodeArguments const& a, Item const& item, WarpState<Tokens>& state,
                                            uint8_t* shared) {
     constexpr int GROUPS = Warps / Share;
@@ -156,7 +173,7 @@ __device__ __forceinline__ void finishItem(DecodeArguments const& a, Item const&
         }
         int64_t const row = item.row + r / kGROUP;
         int const head = item.head * kGROUP + r % kGROUP;
-        if (item.splits == 1) {
+        if (!Splits || item.splits == 1) {
             storeRow(a, row, head, top, sum, value, lane);
             continue;
         }
@@ -166,10 +183,12 @@ __device__ __forceinline__ void finishItem(DecodeArguments const& a, Item const&
             __stcg(a.stats + partial, make_float2(top, sum));
         }
     }
-    if (item.splits == 1) {
+    if (!Splits || item.splits == 1) {
         __syncthreads(); // Before the next item's chunks overwrite the results.
-    } else if (arriveLast(a.counters + item.sequence * a.kv_heads + item.head, item.splits)) {
-        mergeSplits<Warps>(a, item.row, item.tokens, item.head, item.splits);
+    } else if constexpr (Splits) {
+        if (arriveLast(a.counters + item.sequence * a.kv_heads + item.head, item.splits)) {
+            mergeSplits<Warps>(a, item.row, item.tokens, item.head, item.splits);
+        }
     }
 }
 

@@ -62,9 +62,24 @@ __device__ __forceinline__ void ldmatrix4Transposed(uint32_t (&d)[4], uint32_t a
                  : "memory");
 }
 
+/// L2 policy of what a step reads once: weights and old KV are many times the L2, and would push out what stays in use,
+/// activations and the kernels' own code.
+__device__ __forceinline__ uint64_t readOncePolicy() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 /// 16 bytes from global to shared memory, asynchronously and past L1; zeros where !valid (nothing is read then).
 __device__ __forceinline__ void copyAsync16(uint32_t shared, void const* global, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+/// The same of bytes that the step reads once.
+__device__ __forceinline__ void copyOnceAsync16(uint32_t shared, void const* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+                 "r"(valid ? 16 : 0), "l"(readOncePolicy())
                  : "memory");
 }
 
@@ -78,13 +93,19 @@ __device__ __forceinline__ void waitCopies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/// 16 bytes that are read once: not kept in L1. Not a load through the read-only path (ld.global.nc): the assembler
-/// moves those across barriers and griddepcontrol.wait, down to their uses, and the prefetch is lost.
+/// Barrier `id` among `threads` threads of the block; barrier 0 is __syncthreads.
+__device__ __forceinline__ void syncNamed(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// 16 bytes that are read once: not kept in L1, first to leave the L2. Not a load through the read-only path
+/// (ld.global.nc): the assembler moves those across barriers and griddepcontrol.wait, down to their uses, and the
+/// prefetch is lost.
 __device__ __forceinline__ uint4 loadStreaming(void const* pointer) {
     uint4 value;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(pointer)
+                 : "l"(pointer), "l"(readOncePolicy())
                  : "memory");
     return value;
 }
@@ -100,8 +121,17 @@ __device__ __forceinline__ uint4 loadNow16(void const* pointer) {
     return value;
 }
 
+__device__ __forceinline__ float2 loadNow8(void const* pointer) {
+    float2 value;
+    asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(pointer) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void loadStreaming8(void const* pointer, uint32_t& low, uint32_t& high) {
-    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(low), "=r"(high) : "l"(pointer) : "memory");
+    asm volatile("ld.global.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
+                 : "=r"(low), "=r"(high)
+                 : "l"(pointer), "l"(readOncePolicy())
+                 : "memory");
 }
 
 __device__ __forceinline__ uint32_t loadStreaming4(void const* pointer) {

@@ -4,34 +4,16 @@
 // Each block owns 16 rows of one matrix, so only the chosen experts' bytes move and nothing is scattered.
 #include "kernels/launch.h"
 #include "kernels/moe_internal.h"
-#include "kernels/routing.cuh"
 #include "kernels/swiglu.cuh"
 
 namespace flint {
 
 namespace {
 
-/// Panels of gate and up that a block of several tokens takes: it stages the activations once for all of them.
-constexpr int kUP_PANELS = 4;
-
-/// gate and up of a panel to act, for every pair whose expert it is.
-template <WeightFormat F, int PARTS, typename Chosen>
-__device__ __forceinline__ void storeActivations(MoeParams const& params, MoeDecodeWorkspace const& work,
-                                                 float const* sums, int expert, int panel, int firstPair, int pairs,
-                                                 Chosen const& chosen) {
-    PartialSums const partial{const_cast<float*>(sums)};
-    float const gateScale = kRESTORE<F> * (params.up_scale == nullptr ? 1.0f : __ldg(params.up_scale + 2 * expert));
-    float const upScale = kRESTORE<F> * (params.up_scale == nullptr ? 1.0f : __ldg(params.up_scale + 2 * expert + 1));
-    for (int i = threadIdx.x; i < 8 * pairs; i += PARTS * kWARP) {
-        int const row = i % 8, unit = panel * 8 + row, pair = firstPair + i / 8;
-        if (chosen(pair)) {
-            int const token = pair / kTOP_K;
-            float const gate = partial.sum(PARTS, row, token) * gateScale;
-            float const up = partial.sum(PARTS, row + 8, token) * upScale;
-            work.act[int64_t{pair} * params.intermediate + unit / 16 * 16 + activationOrder(unit % 16)] =
-                swigluRouted(gate, up);
-        }
-    }
+/// Place of row `row` of a panel's 8 units among a token's activations, which are ordered.
+__device__ __forceinline__ int unitPlace(int panel, int row) {
+    int const unit = panel * 8 + row;
+    return unit / 16 * 16 + activationOrder(unit % 16);
 }
 
 /// One token. Grid (2 I / 16, 6): a panel of the expert in slot blockIdx.y.
@@ -42,15 +24,26 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
     using X = StagedX<Split<F, H>::kTILES, 1>;
     __shared__ __align__(16) uint4 staged[PARTS * X::kVECTORS];
     __shared__ __align__(16) float sums[PartialSums::floats(PARTS)];
+    __shared__ int chosen;
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, slot = blockIdx.y;
     X const x{staged + part * X::kVECTORS, part, lane};
     waitForPredecessor();
     allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
-    x.template stage<true>(1, [&](int) { return work.x; }); // while the logits come
-    int const expert = routeSlot<E>(work.logits, slot, lane);
+    // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one.
+    RouterKeys<E> keys;
+    if (part == 0) {
+        keys.load(work.logits, lane);
+    }
+    x.template stage<true>(1, [&](int) { return work.x; });
+    if (part == 0) {
+        chosen = keys.takeSlot(lane, slot);
+    }
+    __syncthreads();
+    int const expert = chosen;
     SliceOf<F, H> slice;
     int64_t const panel = int64_t{expert} * (2 * params.intermediate / kPANEL_ROWS) + blockIdx.x;
     slice.template load<H>(params.up + panel * panelBytes(F, H), part, lane);
+    GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
     // The activations are read behind a barrier, which the weights' loads cannot pass: else the assembler would move
     // each down to its use.
     __syncthreads();
@@ -58,43 +51,107 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
     slice.multiply(acc, part, x);
     PartialSums{sums}.store(acc[0], part, lane);
     __syncthreads();
-    // The only token's sums stand in column 0, whatever the slot.
-    storeActivations<F, PARTS>(params, work, sums, expert, blockIdx.x, slot, 1, [](int) { return true; });
+    if (threadIdx.x < 8) {
+        int const row = threadIdx.x;
+        PartialSums const partial{sums};
+        float const gate = partial.sum(PARTS, row, 0) * scales.gate, up = partial.sum(PARTS, row + 8, 0) * scales.up;
+        work.act[int64_t{slot} * params.intermediate + unitPlace(blockIdx.x, row)] = swigluRouted(gate, up);
+    }
 }
 
-/// Several tokens. Grid (2 I / 16 / kUP_PANELS, min(E, 6 T)): some panels of the blockIdx.y-th distinct expert, the
-/// next one's weights loaded before the present ones are multiplied.
-template <WeightFormat F, int H>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
+/// Warps of a block of the kernel below: as many as registers allow, and one for each token's routing.
+template <WeightFormat F>
+constexpr int kUP_WARPS = F == WeightFormat::kNVFP4 ? 16 : 8;
+
+template <WeightFormat F, int H, int E>
+struct UpShared {
+    alignas(16) uint4 x[SharedX<kDECODE_TOKENS>::bytes(H) / 16];
+    alignas(16) float sums[2][PartialSums::floats(kUP_WARPS<F>)];
+    StepRoutes<kDECODE_TOKENS> routes;
+    int first[E];
+};
+
+/// Several tokens. A block a multiprocessor: groups of kSPLIT warps stride over the panels of all distinct experts and
+/// then of the shared one, the next panel's weights under way while the present one is multiplied.
+template <WeightFormat F, int H, int E, int I, int S>
+__global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
     moeUpKernel(MoeParams const params, MoeDecodeWorkspace const work) {
-    constexpr int PARTS = Split<F, H>::kSPLIT;
-    using X = StagedX<Split<F, H>::kTILES, kDECODE_TOKENS>;
-    extern __shared__ __align__(16) uint4 staged[]; // each warp's activations
-    __shared__ __align__(16) float sums[2][PartialSums::floats(PARTS)];
-    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, index = blockIdx.y;
+    constexpr int WARPS = kUP_WARPS<F>, PARTS = Split<F, H>::kSPLIT, GROUPS = WARPS / PARTS, THREADS = PARTS * kWARP;
+    static_assert(GROUPS * PARTS == WARPS && WARPS >= kDECODE_TOKENS);
+    extern __shared__ __align__(16) uint8_t raw[];
+    auto& shared = *reinterpret_cast<UpShared<F, H, E>*>(raw);
+    StepRoutes<kDECODE_TOKENS> const& routes = shared.routes;
+    int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, part = warp % PARTS, group = warp / PARTS;
+    constexpr int PANELS = 2 * I / kPANEL_ROWS; // of an expert
     waitForPredecessor();
-    allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
-    if (index >= __ldcg(&work.routes->count)) {
-        return;
+    RouterKeys<E> keys;
+    if (warp < params.tokens) { // before the rows, which would delay them
+        keys.load(work.logits + warp * E, lane);
     }
-    int const expert = __ldcg(work.routes->distinct + index);
-    int const first = blockIdx.x * kUP_PANELS;
-    uint8_t const* const panels =
-        params.up + (int64_t{expert} * (2 * params.intermediate / kPANEL_ROWS) + first) * panelBytes(F, H);
-    SliceOf<F, H> slice;
-    slice.template load<H>(panels, part, lane);
-    X const x{staged + part * X::kVECTORS, part, lane};
-    x.template stage<true>(params.tokens, [&](int token) { return work.x + int64_t{token} * H; });
-    for (int i = 0; i < kUP_PANELS; ++i) {
-        float acc[1][4];
-        slice.multiply(acc, part, x);
-        if (i + 1 < kUP_PANELS) {
-            slice.template load<H>(panels + (i + 1) * panelBytes(F, H), part, lane);
+    copyRowsAsync<H, kDECODE_TOKENS, WARPS * kWARP>(work.x, params.tokens, shared.x);
+    commitCopies();
+    routeStep<E>(keys, params.tokens, shared.routes, shared.first);
+    if (blockIdx.x == 0) {
+        copyRoutes(*work.routes, shared.routes);
+        __threadfence();
+        __syncthreads(); // a block allows its successor as soon as one of its threads does
+    }
+    allowSuccessor(); // now: the down kernel reads the routing before its own wait
+
+    int const routed = routes.count * PANELS, units = routed + 2 * S / kPANEL_ROWS;
+    int const stride = gridDim.x * GROUPS;
+    auto const load = [&](SliceOf<F, H>& slice, int unit) {
+        if (unit < units) {
+            int64_t const panel = int64_t{routes.distinct[unit < routed ? unit / PANELS : 0]} * PANELS + unit % PANELS;
+            uint8_t const* const weight = unit < routed ? params.up + panel * panelBytes(F, H)
+                                                        : params.shared_up + (unit - routed) * panelBytes(F, H);
+            slice.template load<H>(weight, part, lane);
         }
-        PartialSums{sums[i % 2]}.store(acc[0], part, lane);
-        __syncthreads(); // one barrier a panel: the two sums alternate
-        storeActivations<F, PARTS>(params, work, sums[i % 2], expert, first + i, 0, params.tokens * kTOP_K,
-                                   [&](int pair) { return __ldcg(work.routes->expert + pair) == expert; });
+    };
+    auto const compute = [&](SliceOf<F, H> const& slice, int unit, float* sums) {
+        bool const isShared = unit >= routed;
+        int const index = isShared ? 0 : unit / PANELS, panel = isShared ? unit - routed : unit % PANELS;
+        float const* const scale = isShared || params.up_scale == nullptr
+                                       ? params.shared_up_scale
+                                       : params.up_scale + 2 * routes.distinct[index];
+        GateUpScales const scales(scale, kRESTORE<F>);
+        float acc[1][4];
+        slice.multiply(acc, part, SharedX<kDECODE_TOKENS>{shared.x, lane});
+        PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
+        partial.store(acc[0], part, lane);
+        if constexpr (PARTS == 1) { // one barrier a panel: two sums alternate
+            __syncwarp();
+        } else {
+            syncNamed(1 + group, THREADS);
+        }
+        for (int i = threadIdx.x % THREADS; i < 8 * params.tokens; i += THREADS) {
+            int const row = i % 8, token = i / 8, pair = routes.pair[index][token];
+            if (isShared || pair >= 0) {
+                float const gate = partial.sum(PARTS, row, token) * scales.gate;
+                float const up = partial.sum(PARTS, row + 8, token) * scales.up;
+                if (isShared) {
+                    work.shared_act[token * S + unitPlace(panel, row)] = swigluRounded(gate, up);
+                } else {
+                    work.act[pair * I + unitPlace(panel, row)] = swigluRouted(gate, up);
+                }
+            }
+        }
+    };
+    int unit = blockIdx.x * GROUPS + group;
+    SliceOf<F, H> even, odd; // the next panel's weights come while the present one's are multiplied
+    load(even, unit);
+    waitCopies<0>();
+    __syncthreads();
+    while (unit < units) {
+        load(odd, unit + stride);
+        compute(even, unit, shared.sums[0]);
+        unit += stride;
+        if (unit >= units) {
+            break;
+        }
+        load(even, unit + stride);
+        compute(odd, unit, shared.sums[1]);
+        unit += stride;
     }
 }
 
@@ -105,6 +162,11 @@ constexpr int kSHARED_WARPS = Split<F, S>::kSPLIT;
 template <WeightFormat F, int I, int S>
 constexpr int kSINGLE_WARPS = kTOP_K * Split<F, I>::kSPLIT + kSHARED_WARPS<F, S>;
 
+/// Tiles that the kernel below has ready: fewer than all, so that a block finds its registers beside the up kernel's
+/// and its weights come while that runs.
+template <WeightFormat F, int I>
+constexpr int kDOWN_READY = F == WeightFormat::kNVFP4 && Split<F, I>::kTILES == 8 ? 6 : Split<F, I>::kTILES;
+
 /// One token. Grid (H / 16): a group of warps per chosen expert, in slot order, and one for the shared expert.
 template <WeightFormat F, int E, int I, int S>
 __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
@@ -113,6 +175,7 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
     using X = StagedX<Split<F, I>::kTILES, 1>;
     __shared__ __align__(16) uint4 staged[kSINGLE_WARPS<F, I, S> * X::kVECTORS];
     __shared__ __align__(16) float sums[PartialSums::floats(kSINGLE_WARPS<F, I, S>)];
+    __shared__ Routes routes;
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, panel = blockIdx.x;
     int const panels = params.hidden / kPANEL_ROWS;
     bool const isShared = warp >= kTOP_K * PARTS;
@@ -124,12 +187,14 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
         slice.template load<S>(params.shared_down + panel * panelBytes(F, S), part, lane);
     }
     // The logits are complete, though the up kernel is not: it let this one start after its own wait for the router.
-    Routes const routes = routeToken<E>(work.logits, lane);
-    int expert = 0;
-#pragma unroll
-    for (int i = 0; i < kTOP_K; ++i) {
-        expert = slot == i ? routes.expert[i] : expert;
+    if (warp == 0) { // see the up kernel
+        Routes const found = routeToken<E>(work.logits, lane);
+        if (lane == 0) {
+            routes = found;
+        }
     }
+    __syncthreads();
+    int const expert = routes.expert[slot];
     if (!isShared) {
         slice.template load<I>(params.down + (int64_t{expert} * panels + panel) * panelBytes(F, I), part, lane);
     }
@@ -141,7 +206,7 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
     float const sharedScale =
         kRESTORE<F> * (params.shared_down_scale == nullptr ? 1.0f : __ldg(params.shared_down_scale));
     allowSuccessor();
-    ReadySlice const ready(slice);
+    ReadySlice<F, Split<F, I>::kTILES, kDOWN_READY<F, I>> const ready(slice);
     ready.hold(params.tokens < 0, params.out);
     waitForPredecessor();
 
@@ -168,136 +233,158 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
 
 /// Warps of a block of the kernel below that take experts: as many as registers allow.
 template <WeightFormat F>
-constexpr int kEXPERT_WARPS = F == WeightFormat::kNVFP4 ? 10 : 8;
+constexpr int kEXPERT_WARPS = F == WeightFormat::kNVFP4 ? 12 : 8;
 
-/// Several tokens. Grid (H / 16): kEXPERT_WARPS warps take the distinct experts in turn, each a whole row of K, the
-/// next one's weights loaded before the present ones are multiplied; the other warps take the shared expert.
+template <int I, int S>
+struct DownShared {
+    alignas(16) uint8_t act[kDECODE_PAIRS * RowX<I>::kSTRIDE];
+    alignas(16) uint8_t shared_act[kDECODE_TOKENS * RowX<S>::kSTRIDE];
+    StepRoutes<kDECODE_TOKENS> routes;
+    float y[kDECODE_PAIRS][kPANEL_ROWS];
+    alignas(16) float sums[PartialSums::floats(8)]; ///< of the shared expert
+};
+
+/// Several tokens. Grid (H / 16): kEXPERT_WARPS warps take the distinct experts in turn, each a whole row of K; the
+/// other warps take the shared expert.
 template <WeightFormat F, int I, int S>
 __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP, 1)
     moeDownKernel(MoeParams const params, MoeDecodeWorkspace const work) {
     constexpr int PARTS = Split<F, I>::kSPLIT, SHARED_PARTS = Split<F, S>::kSPLIT;
-    constexpr int EXPERT_WARPS = kEXPERT_WARPS<F>, WARPS = EXPERT_WARPS + SHARED_PARTS;
-    static_assert(Split<F, I>::kTILES == Split<F, S>::kTILES);
-    using X = StagedX<Split<F, I>::kTILES, kDECODE_TOKENS>;
-    extern __shared__ __align__(16) uint4 staged[]; // each warp's activations
-    __shared__ DecodeRoutes routes;
-    __shared__ __align__(16) float sums[PartialSums::floats(SHARED_PARTS)];
-    __shared__ float y[kDECODE_PAIRS][kPANEL_ROWS];
+    constexpr int EXPERT_WARPS = kEXPERT_WARPS<F>, THREADS = (EXPERT_WARPS + SHARED_PARTS) * kWARP;
+    /// BF16 shares are too large for registers twice: the next one is loaded when the present one is used up.
+    constexpr bool AHEAD = F == WeightFormat::kNVFP4;
+    static_assert(Split<F, I>::kTILES == Split<F, S>::kTILES && SHARED_PARTS <= 8);
+    extern __shared__ __align__(16) uint8_t raw[];
+    auto& shared = *reinterpret_cast<DownShared<I, S>*>(raw);
+    StepRoutes<kDECODE_TOKENS> const& routes = shared.routes;
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, column = lane / 4, panel = blockIdx.x;
-    int const panels = params.hidden / kPANEL_ROWS;
-    int const sharedPart = warp - EXPERT_WARPS;
-    auto const weights = [&](int expert) {
-        return params.down + (int64_t{expert} * panels + panel) * panelBytes(F, I);
-    };
+    int const panels = params.hidden / kPANEL_ROWS, sharedPart = warp - EXPERT_WARPS;
 
-    // The routing is complete: the up kernel let this one start after its own wait for it.
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(DecodeRoutes) / 4); i += WARPS * kWARP) {
-        reinterpret_cast<int*>(&routes)[i] = __ldcg(reinterpret_cast<int const*>(work.routes) + i);
-    }
-    __syncthreads();
     SliceOf<F, I> slice;
     if (sharedPart >= 0) {
         slice.template load<S>(params.shared_down + panel * panelBytes(F, S), sharedPart, lane);
-    } else if (warp < routes.count) {
-        slice.template load<I>(weights(routes.distinct[warp]), 0, lane);
+    }
+    // Complete: the up kernel let this one start when it had written them.
+    copyRoutes(shared.routes, *work.routes);
+    __syncthreads();
+    auto const load = [&](SliceOf<F, I>& target, int index, int part) {
+        if (index < routes.count) {
+            int64_t const source = int64_t{routes.distinct[index]} * panels + panel;
+            target.template load<I>(params.down + source * panelBytes(F, I), part, lane);
+        }
+    };
+    if (sharedPart < 0) {
+        load(slice, warp, 0);
     }
     allowSuccessor();
     waitForPredecessor();
 
-    X x{staged + warp * X::kVECTORS, sharedPart, lane};
+    RowX<I>::template copyAsync<THREADS>(work.act, params.tokens * kTOP_K, shared.act);
+    RowX<S>::template copyAsync<THREADS>(work.shared_act, params.tokens, shared.shared_act);
+    commitCopies();
+    waitCopies<0>();
+    __syncthreads();
     if (sharedPart >= 0) {
-        x.template stage<true>(params.tokens, [&](int token) { return work.shared_act + int64_t{token} * S; });
         float acc[1][4];
-        slice.multiply(acc, sharedPart, x);
-        PartialSums{sums}.store(acc[0], sharedPart, lane);
+        bool const present = column < params.tokens;
+        slice.multiply(acc, sharedPart,
+                       RowX<S>{present ? shared.shared_act + column * RowX<S>::kSTRIDE : nullptr, lane});
+        PartialSums{shared.sums}.store(acc[0], sharedPart, lane);
     } else {
-        for (int index = warp; index < routes.count; index += EXPERT_WARPS) {
-            int const expert = routes.distinct[index];
-            int pair = -1; // of this lane's column, if it chose the expert
-            for (int slot = 0; column < params.tokens && slot < kTOP_K; ++slot) {
-                pair = routes.expert[column * kTOP_K + slot] == expert ? column * kTOP_K + slot : pair;
+        float sum[4] = {};
+        for (int index = warp, part = 0; index < routes.count;) {
+            int const nextPart = part + 1 == PARTS ? 0 : part + 1;
+            int const nextIndex = nextPart == 0 ? index + EXPERT_WARPS : index;
+            SliceOf<F, I> next;
+            if constexpr (AHEAD) {
+                load(next, nextIndex, nextPart);
             }
-            auto const row = [&](int token) -> bf16 const* {
-                int const theirs = __shfl_sync(0xFFFFFFFFu, pair, token * 4);
-                return theirs < 0 ? nullptr : work.act + int64_t{theirs} * I;
-            };
-            float sum[4] = {};
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                __syncwarp(); // the tiles staged before have been read
-                x.part = part;
-                x.template stage<true>(kDECODE_TOKENS, row);
-                float acc[1][4];
-                slice.multiply(acc, part, x);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sum[i] += acc[0][i];
-                }
-                bool const last = part + 1 == PARTS;
-                int const next = last ? index + EXPERT_WARPS : index;
-                if (next < routes.count) {
-                    slice.template load<I>(weights(routes.distinct[next]), last ? 0 : part + 1, lane);
-                }
-            }
-            // Columns 2t, 2t + 1 of rows g, g + 8: y_e = r(acc * scale_e).
-            float const scale = kRESTORE<F> * (params.down_scale == nullptr ? 1.0f : __ldg(params.down_scale + expert));
+            int const mine = routes.pair[index][column];
+            // Loaded here: behind the product it would be waited for.
+            float const scale =
+                kRESTORE<F> * (params.down_scale == nullptr
+                                   ? 1.0f
+                                   : __uint_as_float(loadStreaming4(params.down_scale + routes.distinct[index])));
+            float acc[1][4];
+            slice.multiply(acc, part, RowX<I>{mine < 0 ? nullptr : shared.act + mine * RowX<I>::kSTRIDE, lane});
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                int const mine = __shfl_sync(0xFFFFFFFFu, pair, (lane % 4 * 2 + i % 2) * 4);
-                if (mine >= 0) {
-                    y[mine][lane / 4 + i / 2 * 8] = roundBf16(sum[i] * scale);
+                sum[i] += acc[0][i];
+            }
+            if constexpr (!AHEAD) {
+                load(next, nextIndex, nextPart);
+            }
+            if (nextPart == 0) {
+                // Columns 2t, 2t + 1 of rows g, g + 8: y_e = r(acc * scale_e).
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    int const pair = routes.pair[index][lane % 4 * 2 + i % 2];
+                    if (pair >= 0) {
+                        shared.y[pair][lane / 4 + i / 2 * 8] = roundBf16(sum[i] * scale);
+                    }
+                    sum[i] = 0;
                 }
             }
+            slice = next;
+            index = nextIndex;
+            part = nextPart;
         }
     }
     __syncthreads();
-    float const sharedScale = kRESTORE<F> * (params.shared_down_scale == nullptr ? 1.0f : *params.shared_down_scale);
-    for (int i = threadIdx.x; i < params.tokens * kPANEL_ROWS; i += WARPS * kWARP) {
+    float const sharedScale =
+        kRESTORE<F> * (params.shared_down_scale == nullptr ? 1.0f : __ldg(params.shared_down_scale));
+    for (int i = threadIdx.x; i < params.tokens * kPANEL_ROWS; i += THREADS) {
         int const token = i / kPANEL_ROWS, row = i % kPANEL_ROWS;
         float routed = 0;
 #pragma unroll
         for (int slot = 0; slot < kTOP_K; ++slot) {
-            routed += routes.weight[token * kTOP_K + slot] * y[token * kTOP_K + slot][row];
+            int const pair = token * kTOP_K + slot;
+            routed += routes.weight[pair] * shared.y[pair][row];
         }
-        float const sharedOut = roundBf16(PartialSums{sums}.sum(SHARED_PARTS, row, token) * sharedScale);
+        float const sharedOut = roundBf16(PartialSums{shared.sums}.sum(SHARED_PARTS, row, token) * sharedScale);
         params.out[int64_t{token} * params.hidden + panel * kPANEL_ROWS + row] =
             __float2bfloat16_rn(roundBf16(routed) + sharedOut);
     }
 }
 
-/// Shared memory of the activations that `warps` warps stage for a weight with K columns.
-template <WeightFormat F, int K>
-constexpr size_t stagedBytes(int warps, int tokens) {
-    return warps * tokens * StagedX<Split<F, K>::kTILES, 1>::kVECTORS * sizeof(uint4);
+template <WeightFormat F, int H, int E, int I, int S>
+cudaError_t launchSeveral(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
+    int device = 0, sms = 0;
+    for (cudaError_t const error :
+         {cudaGetDevice(&device), cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)}) {
+        if (error != cudaSuccess) {
+            return error;
+        }
+    }
+    auto const up = moeUpKernel<F, H, E, I, S>;
+    if (cudaError_t const error = allowShared(up, sizeof(UpShared<F, H, E>)); error != cudaSuccess) {
+        return error;
+    }
+    cudaError_t const error =
+        launchOverlapped(up, dim3(sms), dim3(kUP_WARPS<F> * kWARP), sizeof(UpShared<F, H, E>), stream, params, work);
+    if (error != cudaSuccess) {
+        return error;
+    }
+    auto const down = moeDownKernel<F, I, S>;
+    if (cudaError_t const status = allowShared(down, sizeof(DownShared<I, S>)); status != cudaSuccess) {
+        return status;
+    }
+    dim3 const block((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP);
+    return launchOverlapped(down, dim3(H / kPANEL_ROWS), block, sizeof(DownShared<I, S>), stream, params, work);
 }
 
 template <WeightFormat F, int H, int E, int I, int S>
 cudaError_t launchShape(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
-    bool const single = params.tokens == 1;
-    int const panels = 2 * I / kPANEL_ROWS, tokens = single ? 1 : kDECODE_TOKENS;
-    static_assert(2 * I / kPANEL_ROWS % kUP_PANELS == 0);
-    dim3 const block(Split<F, H>::kSPLIT * kWARP);
-    cudaError_t error;
-    if (single) {
-        error = launchOverlapped(moeUpSingleKernel<F, H, E>, dim3(panels, kTOP_K), block, 0, stream, params, work);
-    } else {
-        auto const up = moeUpKernel<F, H>;
-        size_t const bytes = stagedBytes<F, H>(Split<F, H>::kSPLIT, tokens);
-        int const most = params.tokens * kTOP_K < E ? params.tokens * kTOP_K : E;
-        if (error = allowShared(up, bytes); error == cudaSuccess) {
-            error = launchOverlapped(up, dim3(panels / kUP_PANELS, most), block, bytes, stream, params, work);
-        }
+    if (params.tokens > 1) {
+        return launchSeveral<F, H, E, I, S>(params, work, stream);
     }
+    dim3 const grid(2 * I / kPANEL_ROWS, kTOP_K), block(Split<F, H>::kSPLIT * kWARP);
+    cudaError_t const error = launchOverlapped(moeUpSingleKernel<F, H, E>, grid, block, 0, stream, params, work);
     if (error != cudaSuccess) {
         return error;
     }
-    auto const down = single ? moeDownSingleKernel<F, E, I, S> : moeDownKernel<F, I, S>;
-    int const warps = single ? kSINGLE_WARPS<F, I, S> : kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>;
-    size_t const downBytes = single ? 0 : stagedBytes<F, I>(warps, tokens);
-    if (error = allowShared(down, downBytes); error != cudaSuccess) {
-        return error;
-    }
-    return launchOverlapped(down, dim3(H / kPANEL_ROWS), dim3(warps * kWARP), downBytes, stream, params, work);
+    return launchOverlapped(moeDownSingleKernel<F, E, I, S>, dim3(H / kPANEL_ROWS),
+                            dim3(kSINGLE_WARPS<F, I, S> * kWARP), 0, stream, params, work);
 }
 
 template <WeightFormat F>

@@ -2,31 +2,24 @@
 #pragma once
 
 #include "kernels/moe.h"
+#include "kernels/routing.cuh"
 #include "kernels/slice.cuh"
 
 namespace flint {
 
 constexpr int kDECODE_PAIRS = kDECODE_TOKENS * kTOP_K; ///< (token, slot) pairs
 
-/// The routing of a step's tokens.
-struct DecodeRoutes {
-    int expert[kDECODE_PAIRS];
-    float weight[kDECODE_PAIRS];
-    int distinct[kDECODE_PAIRS]; ///< experts, each once, by first appearance
-    int count;                   ///< of distinct experts
-};
-
 /// Where the low-latency kernels keep what passes between them, inside MoeParams::workspace.
 struct MoeDecodeWorkspace {
-    DecodeRoutes* routes; ///< of several tokens; of one, every block routes
-    float* logits;        ///< [8, E] f32
-    bf16* x;              ///< [8, H] bf16, normalised, ordered
-    bf16* shared_act;     ///< [8, S] bf16, ordered
-    bf16* act;            ///< [8, 6, I] bf16, ordered
+    StepRoutes<kDECODE_TOKENS>* routes; ///< of several tokens; of one, every block routes
+    float* logits;                      ///< [8, E] f32
+    bf16* x;                            ///< [8, H] bf16, normalised, ordered
+    bf16* shared_act;                   ///< [8, S] bf16, ordered
+    bf16* act;                          ///< [8, 6, I] bf16, ordered
 
     static MoeDecodeWorkspace layout(MoeParams const& params) {
         MoeDecodeWorkspace work;
-        work.routes = static_cast<DecodeRoutes*>(params.workspace);
+        work.routes = static_cast<StepRoutes<kDECODE_TOKENS>*>(params.workspace);
         work.logits = reinterpret_cast<float*>(static_cast<uint8_t*>(params.workspace) + kROUTES_BYTES);
         work.x = reinterpret_cast<bf16*>(work.logits + kDECODE_TOKENS * params.experts);
         work.shared_act = work.x + kDECODE_TOKENS * params.hidden;
@@ -40,7 +33,7 @@ struct MoeDecodeWorkspace {
     }
 
   private:
-    static constexpr size_t kROUTES_BYTES = (sizeof(DecodeRoutes) + 255) / 256 * 256;
+    static constexpr size_t kROUTES_BYTES = (sizeof(StepRoutes<kDECODE_TOKENS>) + 255) / 256 * 256;
 };
 
 /// Up to kDECODE_TOKENS tokens.

@@ -1,10 +1,11 @@
-// First kernels of NormMoe's low-latency path: norm; router logits; the shared expert's gate, up and SwiGLU; and for
-// several tokens the choice of experts. (For one token that is cheap enough for every later block to do again.)
+// First kernels of NormMoe's low-latency path: norm and router logits; for one token also the shared expert's gate, up
+// and SwiGLU. (The choice of experts is cheap enough for every later block to do it again.)
 #include "kernels/launch.h"
 #include "kernels/moe_internal.h"
 #include "kernels/norm_rows.h"
-#include "kernels/routing.cuh"
 #include "kernels/swiglu.cuh"
+
+#include <type_traits>
 
 namespace flint {
 
@@ -17,75 +18,74 @@ struct RouteShared {
     float sums[Split<F, H>::kSPLIT];
 };
 
-/// A router row in registers: every lane holds 8 columns of each 256.
+/// A router row in registers, in the order of the activations: of every 256 columns a lane holds those of one 16-byte
+/// vector of SharedX, that is c .. c + 3 and c + 8 .. c + 11.
 template <typename R, int H>
 struct RouterRow {
-    static constexpr int kCHUNKS = (H + kWARP * kNORM_COLUMNS - 1) / (kWARP * kNORM_COLUMNS);
-    static constexpr int kVECTORS = sizeof(R) / 2; ///< 16-byte loads per 8 columns
-    uint4 data[kCHUNKS][kVECTORS];
+    static constexpr int kVECTORS = H / 8; ///< of a row of activations
+    static constexpr int kCHUNKS = (kVECTORS + kWARP - 1) / kWARP;
+    using Four = std::conditional_t<sizeof(R) == 4, uint4, uint2>; ///< four weights
+    Four data[kCHUNKS][2];
 
-    __device__ __forceinline__ static int column(int chunk, int lane) { return (chunk * kWARP + lane) * kNORM_COLUMNS; }
+    /// Vector: [tile][half][t], as in SharedX.
+    static __device__ __forceinline__ int vector(int chunk, int lane) { return chunk * kWARP + lane; }
 
     __device__ __forceinline__ void load(R const* row, int lane) {
 #pragma unroll
         for (int chunk = 0; chunk < kCHUNKS; ++chunk) {
-            if (column(chunk, lane) < H) {
+            int const v = vector(chunk, lane);
+            if (v < kVECTORS) {
+                R const* const source = row + v / 8 * kTILE_COLUMNS + v % 4 * 16 + v % 8 / 4 * 4;
 #pragma unroll
-                for (int i = 0; i < kVECTORS; ++i) {
-                    data[chunk][i] = loadStreaming(reinterpret_cast<uint4 const*>(row + column(chunk, lane)) + i);
+                for (int i = 0; i < 2; ++i) {
+                    if constexpr (sizeof(R) == 4) {
+                        data[chunk][i] = loadStreaming(source + 8 * i);
+                    } else {
+                        loadStreaming8(source + 8 * i, data[chunk][i].x, data[chunk][i].y);
+                    }
                 }
             }
         }
     }
 
-    __device__ __forceinline__ float weight(int chunk, int index) const {
-        auto const* const words = reinterpret_cast<uint32_t const*>(data[chunk]);
+    /// Column c + i of the near four, c + 8 + i of the far.
+    __device__ __forceinline__ float weight(int chunk, int far, int i) const {
+        auto const* const words = reinterpret_cast<uint32_t const*>(&data[chunk][far]);
         if constexpr (sizeof(R) == 4) {
-            return __uint_as_float(words[index]);
+            return __uint_as_float(words[i]);
         } else {
-            float2 const pair = unpackBf16(words[index / 2]);
-            return index % 2 == 0 ? pair.x : pair.y;
+            float2 const pair = unpackBf16(words[i / 2]);
+            return i % 2 == 0 ? pair.x : pair.y;
         }
     }
 
-    /// Dot product with a token's normalised row.
+    /// A lane's part of the dot product with a token's normalised row.
     template <int TOKENS>
-    __device__ __forceinline__ float dot(uint32_t const* x, int token, int lane) const {
+    __device__ __forceinline__ float dot(uint4 const* x, int token, int lane) const {
         float sum = 0;
 #pragma unroll
         for (int chunk = 0; chunk < kCHUNKS; ++chunk) {
-            int const first = column(chunk, lane);
-            if (first < H) {
+            int const v = vector(chunk, lane);
+            if (v < kVECTORS) {
+                uint4 const activations = x[(v / 4 * TOKENS + token) * 4 + v % 4];
+                // Pairs (c, c + 2), (c + 8, c + 10), (c + 1, c + 3), (c + 9, c + 11): see activationOrder.
+                uint32_t const words[4] = {activations.x, activations.y, activations.z, activations.w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    constexpr int STARTS[4] = {0, 1, 4, 5};
-                    float2 const pair = unpackBf16(x[SharedX<TOKENS>::word(token, first + STARTS[i])]);
-                    sum += pair.x * weight(chunk, STARTS[i]) + pair.y * weight(chunk, STARTS[i] + 2);
+                    float2 const pair = unpackBf16(words[i]);
+                    sum += pair.x * weight(chunk, i % 2, i / 2) + pair.y * weight(chunk, i % 2, i / 2 + 2);
                 }
             }
         }
-        return warpSum(sum);
+        return sum;
     }
 };
 
-/// Normalised, ordered rows [T, H] from global to shared memory, as normalizeRows leaves them. Ends with a barrier.
-template <int H, int TOKENS, int THREADS>
-__device__ __forceinline__ void copyRows(bf16 const* rows, int tokens, uint32_t* x) {
-    constexpr int VECTORS = H / 8; // of a row
-    auto* const target = reinterpret_cast<uint4*>(x);
-#pragma unroll 8
-    for (int i = threadIdx.x; i < VECTORS * TOKENS; i += THREADS) {
-        int const token = i / VECTORS, vector = i % VECTORS;
-        uint4 const data = token < tokens ? loadNow16(rows + int64_t{token} * H + vector * 8) : make_uint4(0, 0, 0, 0);
-        // A vector is a half of a lane's 16 columns.
-        int const tile = vector / 8, lane = vector % 8 / 2, half = vector % 2;
-        target[((tile * 2 + half) * TOKENS + token) * 4 + lane] = data;
-    }
-    __syncthreads();
-}
+constexpr int kROUTER_TOKENS = 4; ///< of a block, where a step has several
 
-/// Grid (2 S / 16 + ceil(E / kSPLIT)): first the shared expert's panels, then one router row per warp. One token is
-/// normalised here (and its row kept in work.x); of several work.x holds the normalised rows.
+/// Grid (shared panels + ceil(E / kSPLIT), ceil(T / TOKENS)): first the shared expert's 2 S / 16 panels if TOKENS is 1,
+/// then one router row per warp. One token is normalised here (and its row kept in work.x); of several work.x holds the
+/// normalised rows.
 template <WeightFormat F, typename R, int H, int TOKENS>
 __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     moeRouteKernel(MoeParams const params, MoeDecodeWorkspace const work) {
@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     extern __shared__ __align__(16) uint8_t raw[];
     auto& shared = *reinterpret_cast<RouteShared<F, H, TOKENS>*>(raw);
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
-    int const panels = 2 * params.shared / kPANEL_ROWS, panel = blockIdx.x;
+    int const panels = TOKENS == 1 ? 2 * params.shared / kPANEL_ROWS : 0, panel = blockIdx.x;
+    int const first = blockIdx.y * TOKENS, tokens = params.tokens - first;
     allowSuccessor();
     auto const activations = [&] {
         if constexpr (TOKENS == 1) {
@@ -102,11 +103,11 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
             waitForPredecessor();
             NormParams const norm{params.delta,        params.residual, params.norm,
                                   params.residual_out, params.eps,      params.tokens};
-            bool const first = blockIdx.x == 0;
+            bool const keeps = blockIdx.x == 0;
             normalizeRows<H, 1, THREADS>(
-                norm, weights, first, shared.x, shared.sums, [](int token) { return token; },
+                norm, weights, keeps, shared.x, shared.sums, [](int token) { return token; },
                 [&](int, int column, uint4 pairs) {
-                    if (first) {
+                    if (keeps) {
                         auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
                         target[0] = pairs.x; // pairs at places 0, 4, 8, 12 of the 16, or 2, 6, 10, 14
                         target[2] = pairs.y;
@@ -116,7 +117,10 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
                 });
         } else {
             waitForPredecessor();
-            copyRows<H, TOKENS, THREADS>(work.x, params.tokens, shared.x);
+            copyRowsAsync<H, TOKENS, THREADS>(work.x + int64_t{first} * H, tokens, shared.x);
+            commitCopies();
+            waitCopies<0>();
+            __syncthreads();
         }
     };
     if (panel >= panels) {
@@ -127,73 +131,38 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
         }
         activations();
         if (expert < params.experts) {
-            for (int token = 0; token < TOKENS && token < params.tokens; ++token) {
-                float const logit = row.template dot<TOKENS>(shared.x, token, lane);
-                if (lane == 0) {
-                    work.logits[token * params.experts + expert] = logit;
+            float logits[TOKENS]; // rows behind the last token are zeros
+#pragma unroll
+            for (int i = 0; i < TOKENS; ++i) {
+                logits[i] = row.template dot<TOKENS>(reinterpret_cast<uint4 const*>(shared.x), i, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < TOKENS; ++i) {
+                float const logit = warpSum(logits[i]);
+                if (lane == 0 && i < tokens) {
+                    work.logits[(first + i) * params.experts + expert] = logit;
                 }
             }
         }
         return;
     }
-    SliceOf<F, H> slice;
-    slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
-    ReadySlice const ready(slice);
-    ready.hold(params.tokens < 0, work.logits);
-    activations();
-    float acc[1][4];
-    ready.multiply(acc, part, SharedX<TOKENS>{reinterpret_cast<uint4 const*>(shared.x), lane});
-    PartialSums const partial{shared.partial};
-    partial.store(acc[0], part, lane);
-    __syncthreads();
-    float const gateScale = kRESTORE<F> * (params.shared_up_scale == nullptr ? 1.0f : params.shared_up_scale[0]);
-    float const upScale = kRESTORE<F> * (params.shared_up_scale == nullptr ? 1.0f : params.shared_up_scale[1]);
-    for (int i = threadIdx.x; i < 8 * params.tokens; i += THREADS) {
-        int const unitRow = i % 8, token = i / 8, unit = panel * 8 + unitRow;
-        float const gate = partial.sum(PARTS, unitRow, token) * gateScale;
-        float const up = partial.sum(PARTS, unitRow + 8, token) * upScale;
-        work.shared_act[int64_t{token} * params.shared + unit / 16 * 16 + activationOrder(unit % 16)] =
-            swigluRounded(gate, up);
-    }
-}
-
-/// One block, a warp per token: the choice of every token, and the list of experts that any of them chose.
-template <int E>
-__global__ void __launch_bounds__(kDECODE_TOKENS* kWARP)
-    moeChooseKernel(MoeParams const params, MoeDecodeWorkspace const work) {
-    __shared__ int chosen[kDECODE_PAIRS];
-    int const lane = threadIdx.x % kWARP, token = threadIdx.x / kWARP;
-    waitForPredecessor();
-    allowSuccessor();
-    if (token < params.tokens) {
-        Routes const routes = routeToken<E>(work.logits + token * E, lane);
-#pragma unroll
-        for (int slot = 0; slot < kTOP_K; ++slot) {
-            if (lane == slot) {
-                chosen[token * kTOP_K + slot] = routes.expert[slot];
-                work.routes->expert[token * kTOP_K + slot] = routes.expert[slot];
-                work.routes->weight[token * kTOP_K + slot] = routes.weight[slot];
-            }
-        }
-    }
-    __syncthreads();
-    if (token == 0) {
-        int before = 0;
-        for (int first = 0; first < params.tokens * kTOP_K; first += kWARP) {
-            int const pair = first + lane;
-            bool isNew = pair < params.tokens * kTOP_K;
-            int const mine = isNew ? chosen[pair] : -1;
-            for (int other = 0; other < pair && other < params.tokens * kTOP_K; ++other) {
-                isNew = isNew && chosen[other] != mine;
-            }
-            unsigned const news = __ballot_sync(0xFFFFFFFFu, isNew);
-            if (isNew) {
-                work.routes->distinct[before + __popc(news & ((1u << lane) - 1))] = mine;
-            }
-            before += __popc(news);
-        }
-        if (lane == 0) {
-            work.routes->count = before;
+    if constexpr (TOKENS == 1) {
+        SliceOf<F, H> slice;
+        slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
+        GateUpScales const scales(params.shared_up_scale, kRESTORE<F>);
+        ReadySlice const ready(slice);
+        ready.hold(params.tokens < 0, work.logits);
+        activations();
+        float acc[1][4];
+        ready.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
+        PartialSums const partial{shared.partial};
+        partial.store(acc[0], part, lane);
+        __syncthreads();
+        if (threadIdx.x < 8) {
+            int const row = threadIdx.x, unit = panel * 8 + row;
+            float const gate = partial.sum(PARTS, row, 0) * scales.gate,
+                        up = partial.sum(PARTS, row + 8, 0) * scales.up;
+            work.shared_act[unit / 16 * 16 + activationOrder(unit % 16)] = swigluRounded(gate, up);
         }
     }
 }
@@ -214,13 +183,9 @@ cudaError_t launchInstance(MoeParams const& params, MoeDecodeWorkspace const& wo
     if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
         return error;
     }
-    dim3 const grid(2 * params.shared / kPANEL_ROWS + (params.experts + PARTS - 1) / PARTS);
-    cudaError_t const error = launchOverlapped(kernel, grid, dim3(PARTS * kWARP), BYTES, stream, params, work);
-    if (error != cudaSuccess || TOKENS == 1) {
-        return error;
-    }
-    auto const choose = params.experts == 256 ? moeChooseKernel<256> : moeChooseKernel<16>;
-    return launchOverlapped(choose, dim3(1), dim3(kDECODE_TOKENS * kWARP), 0, stream, params, work);
+    int const panels = TOKENS == 1 ? 2 * params.shared / kPANEL_ROWS : 0;
+    dim3 const grid(panels + (params.experts + PARTS - 1) / PARTS, (params.tokens + TOKENS - 1) / TOKENS);
+    return launchOverlapped(kernel, grid, dim3(PARTS * kWARP), BYTES, stream, params, work);
 }
 
 template <WeightFormat F, typename R>
@@ -229,10 +194,10 @@ cudaError_t launchTypes(MoeParams const& params, MoeDecodeWorkspace const& work,
     switch (params.hidden) {
     case 2048:
         return single ? launchInstance<F, R, 2048, 1>(params, work, stream)
-                      : launchInstance<F, R, 2048, 8>(params, work, stream);
+                      : launchInstance<F, R, 2048, kROUTER_TOKENS>(params, work, stream);
     case 128:
         return single ? launchInstance<F, R, 128, 1>(params, work, stream)
-                      : launchInstance<F, R, 128, 8>(params, work, stream);
+                      : launchInstance<F, R, 128, kROUTER_TOKENS>(params, work, stream);
     default:
         return cudaErrorInvalidValue;
     }
@@ -241,9 +206,6 @@ cudaError_t launchTypes(MoeParams const& params, MoeDecodeWorkspace const& work,
 } // namespace
 
 cudaError_t launchMoeRoute(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
-    if (params.experts != 256 && params.experts != 16) {
-        return cudaErrorInvalidValue;
-    }
     if (params.format == WeightFormat::kNVFP4) {
         return params.router_f32 ? launchTypes<WeightFormat::kNVFP4, float>(params, work, stream)
                                  : launchTypes<WeightFormat::kNVFP4, bf16>(params, work, stream);

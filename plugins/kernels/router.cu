@@ -8,8 +8,10 @@ namespace flint {
 
 namespace {
 
-constexpr int kROUTER_WARPS = 4;
-constexpr int kROUTER_GROUPS = 4; ///< of 8 tokens, a warp's share
+constexpr int kROUTER_WARPS = 8;
+constexpr int kCHOICE_WARPS = 4;
+constexpr int kEXPERT_ROWS = 16; ///< of a block
+constexpr int kFEW_TOKENS = 256; ///< up to here more blocks matter more than that each reads the weights again
 
 /// An FP32 weight is the exact sum of three BF16 numbers (8 + 8 + 8 bits of significand), so three matrix instructions
 /// multiply it without narrowing; a BF16 weight is its own first part.
@@ -64,31 +66,29 @@ __device__ __forceinline__ void routerOperands(R const* row, R const* rowBelow, 
     }
 }
 
-/// Grid (ceil(T / 32), ceil(E / 64)): a warp computes 16 experts for 32 tokens.
-template <typename R>
+/// Grid (ceil(T / (8 GROUPS)), E / 16): a block computes 16 experts for GROUPS groups of 8 tokens, its warps divide H.
+template <typename R, int GROUPS>
 __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(RouterParams const params) {
+    constexpr int TOKENS = 8 * GROUPS;
+    __shared__ float sums[kROUTER_WARPS][kEXPERT_ROWS][TOKENS];
     waitForPredecessor();
     allowSuccessor();
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, g = lane / 4, t = lane % 4;
-    int const expert = (blockIdx.y * kROUTER_WARPS + warp) * 16;
-    int const first = blockIdx.x * (8 * kROUTER_GROUPS);
-    if (expert >= params.experts_count) {
-        return;
-    }
+    int const expert = blockIdx.y * kEXPERT_ROWS, first = blockIdx.x * TOKENS;
     R const* const row = static_cast<R const*>(params.weight) + int64_t{expert + g} * params.hidden + 16 * t;
     R const* const rowBelow = row + int64_t{8} * params.hidden;
-    bf16 const* x[kROUTER_GROUPS];
+    bf16 const* x[GROUPS];
 #pragma unroll
-    for (int group = 0; group < kROUTER_GROUPS; ++group) {
+    for (int group = 0; group < GROUPS; ++group) {
         int const token = first + group * 8 + g;
         x[group] = params.x + int64_t{min(token, params.tokens - 1)} * params.hidden + 2 * t;
     }
-    float acc[kROUTER_GROUPS][4] = {};
-    for (int column = 0; column < params.hidden; column += kTILE_COLUMNS) {
+    float acc[GROUPS][4] = {};
+    for (int column = warp * kTILE_COLUMNS; column < params.hidden; column += kROUTER_WARPS * kTILE_COLUMNS) {
         uint32_t a[kPARTS<R>][4][4];
         routerOperands(row + column, rowBelow + column, a);
 #pragma unroll
-        for (int group = 0; group < kROUTER_GROUPS; ++group) {
+        for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 auto const* const words = reinterpret_cast<uint32_t const*>(x[group] + column + 16 * i);
@@ -101,23 +101,32 @@ __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(Route
         }
     }
 #pragma unroll
-    for (int group = 0; group < kROUTER_GROUPS; ++group) {
+    for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int const token = first + group * 8 + 2 * t + i % 2;
-            if (token < params.tokens) {
-                params.logits[int64_t{token} * params.experts_count + expert + g + i / 2 * 8] = acc[group][i];
+            sums[warp][g + i / 2 * 8][group * 8 + 2 * t + i % 2] = acc[group][i];
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kEXPERT_ROWS * TOKENS; i += kROUTER_WARPS * kWARP) {
+        int const place = i % kEXPERT_ROWS, token = i / kEXPERT_ROWS;
+        if (first + token < params.tokens) {
+            float logit = 0;
+#pragma unroll
+            for (int part = 0; part < kROUTER_WARPS; ++part) {
+                logit += sums[part][place][token];
             }
+            params.logits[int64_t{first + token} * params.experts_count + expert + place] = logit;
         }
     }
 }
 
 /// Grid (ceil(T / warps)): a warp routes a token.
 template <int E>
-__global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerChoiceKernel(RouterParams const params) {
+__global__ void __launch_bounds__(kCHOICE_WARPS* kWARP) routerChoiceKernel(RouterParams const params) {
     waitForPredecessor();
     allowSuccessor();
-    int const lane = threadIdx.x % kWARP, token = blockIdx.x * kROUTER_WARPS + threadIdx.x / kWARP;
+    int const lane = threadIdx.x % kWARP, token = blockIdx.x * kCHOICE_WARPS + threadIdx.x / kWARP;
     if (token >= params.tokens) {
         return;
     }
@@ -131,17 +140,25 @@ __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerChoiceKernel(Route
     }
 }
 
+template <typename R, int GROUPS>
+cudaError_t launchLogits(RouterParams const& params, cudaStream_t stream) {
+    dim3 const grid((params.tokens + 8 * GROUPS - 1) / (8 * GROUPS), params.experts_count / kEXPERT_ROWS);
+    return launchOverlapped(routerLogitsKernel<R, GROUPS>, grid, dim3(kROUTER_WARPS * kWARP), 0, stream, params);
+}
+
+template <typename R>
+cudaError_t launchLogits(RouterParams const& params, cudaStream_t stream) {
+    return params.tokens <= kFEW_TOKENS ? launchLogits<R, 4>(params, stream) : launchLogits<R, 8>(params, stream);
+}
+
 } // namespace
 
 cudaError_t launchRouter(RouterParams const& params, cudaStream_t stream) {
-    dim3 const block(kROUTER_WARPS * kWARP);
-    dim3 const grid((params.tokens + 8 * kROUTER_GROUPS - 1) / (8 * kROUTER_GROUPS),
-                    (params.experts_count + 16 * kROUTER_WARPS - 1) / (16 * kROUTER_WARPS));
-    auto const logits = params.f32 ? routerLogitsKernel<float> : routerLogitsKernel<bf16>;
-    if (cudaError_t const error = launchOverlapped(logits, grid, block, 0, stream, params); error != cudaSuccess) {
+    cudaError_t const error = params.f32 ? launchLogits<float>(params, stream) : launchLogits<bf16>(params, stream);
+    if (error != cudaSuccess) {
         return error;
     }
-    dim3 const choiceGrid((params.tokens + kROUTER_WARPS - 1) / kROUTER_WARPS);
+    dim3 const block(kCHOICE_WARPS * kWARP), choiceGrid((params.tokens + kCHOICE_WARPS - 1) / kCHOICE_WARPS);
     switch (params.experts_count) {
     case 256:
         return launchOverlapped(routerChoiceKernel<256>, choiceGrid, block, 0, stream, params);

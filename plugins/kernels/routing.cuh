@@ -32,7 +32,7 @@ struct RouterKeys {
     uint32_t keys[kOWN];
 
     /// `logits` [E] f32 in global memory, read past L1.
-    __device__ __forceinline__ RouterKeys(float const* logits, int lane) {
+    __device__ __forceinline__ void load(float const* logits, int lane) {
 #pragma unroll
         for (int i = 0; i < kOWN; ++i) {
             int const expert = i * kWARP + lane;
@@ -63,12 +63,21 @@ struct RouterKeys {
         // NaN logits leave no key: stay in range, the weights will be NaN.
         return static_cast<int>(min(chosen, unsigned{E - 1}));
     }
+
+    /// Only the expert of one slot.
+    __device__ __forceinline__ int takeSlot(int lane, int slot) {
+        int expert = 0;
+        for (int i = 0; i <= slot; ++i) {
+            uint32_t top;
+            expert = takeBest(lane, top);
+        }
+        return expert;
+    }
 };
 
 /// Route one token by one warp; every lane gets the result.
 template <int E>
-__device__ __forceinline__ Routes routeToken(float const* logits, int lane) {
-    RouterKeys<E> keys(logits, lane);
+__device__ __forceinline__ Routes routeToken(RouterKeys<E> keys, int lane) {
     Routes routes;
     float total = 0;
 #pragma unroll
@@ -85,16 +94,90 @@ __device__ __forceinline__ Routes routeToken(float const* logits, int lane) {
     return routes;
 }
 
-/// Only the expert of one slot.
 template <int E>
-__device__ __forceinline__ int routeSlot(float const* logits, int slot, int lane) {
-    RouterKeys<E> keys(logits, lane);
-    int expert = 0;
-    for (int i = 0; i <= slot; ++i) {
-        uint32_t top;
-        expert = keys.takeBest(lane, top);
+__device__ __forceinline__ Routes routeToken(float const* logits, int lane) {
+    RouterKeys<E> keys;
+    keys.load(logits, lane);
+    return routeToken<E>(keys, lane);
+}
+
+/// The routing of a step of up to TOKENS tokens. A pair is token * kTOP_K + slot.
+template <int TOKENS>
+struct StepRoutes {
+    static constexpr int kPAIRS = TOKENS * kTOP_K;
+    int expert[kPAIRS];
+    float weight[kPAIRS];
+    int distinct[kPAIRS];             ///< experts, each once, by first appearance
+    signed char pair[kPAIRS][TOKENS]; ///< of a distinct expert: the pair by which a token chose it, or -1
+    int count;                        ///< of distinct experts
+};
+
+/// Route up to TOKENS tokens into shared memory, by a whole block of at least as many warps, whose i-th has token i's
+/// `keys`. `first` is scratch. Ends with a barrier.
+template <int E, int TOKENS>
+__device__ __forceinline__ void routeStep(RouterKeys<E> const& keys, int tokens, StepRoutes<TOKENS>& routes,
+                                          int (&first)[E]) {
+    constexpr int PAIRS = StepRoutes<TOKENS>::kPAIRS;
+    static_assert(PAIRS > kWARP && PAIRS <= 2 * kWARP);
+    int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, pairs = tokens * kTOP_K;
+    for (int i = threadIdx.x; i < E; i += blockDim.x) {
+        first[i] = PAIRS;
     }
-    return expert;
+    for (int i = threadIdx.x; i < PAIRS * TOKENS; i += blockDim.x) {
+        routes.pair[i / TOKENS][i % TOKENS] = -1;
+    }
+    __syncthreads();
+    if (warp < tokens) {
+        Routes const mine = routeToken<E>(keys, lane);
+#pragma unroll
+        for (int slot = 0; slot < kTOP_K; ++slot) {
+            if (lane == slot) {
+                routes.expert[warp * kTOP_K + slot] = mine.expert[slot];
+                routes.weight[warp * kTOP_K + slot] = mine.weight[slot];
+                atomicMin(&first[mine.expert[slot]], warp * kTOP_K + slot);
+            }
+        }
+    }
+    __syncthreads();
+    if (warp == 0) {
+        int const low = lane, high = lane + kWARP;
+        int const lowExpert = low < pairs ? routes.expert[low] : 0;
+        int const highExpert = high < pairs ? routes.expert[high] : 0;
+        bool const lowFirst = low < pairs && first[lowExpert] == low;
+        bool const highFirst = high < pairs && first[highExpert] == high;
+        unsigned const lows = __ballot_sync(0xFFFFFFFFu, lowFirst), highs = __ballot_sync(0xFFFFFFFFu, highFirst);
+        unsigned const before = (1u << lane) - 1;
+        int const lowIndex = __popc(lows & before), highIndex = __popc(lows) + __popc(highs & before);
+        // From here on `first` is an expert's index among the distinct ones.
+        if (lowFirst) {
+            routes.distinct[lowIndex] = lowExpert;
+            first[lowExpert] = lowIndex;
+        }
+        if (highFirst) {
+            routes.distinct[highIndex] = highExpert;
+            first[highExpert] = highIndex;
+        }
+        if (lane == 0) {
+            routes.count = __popc(lows) + __popc(highs);
+        }
+        __syncwarp();
+        if (low < pairs) {
+            routes.pair[first[lowExpert]][low / kTOP_K] = static_cast<signed char>(low);
+        }
+        if (high < pairs) {
+            routes.pair[first[highExpert]][high / kTOP_K] = static_cast<signed char>(high);
+        }
+    }
+    __syncthreads();
+}
+
+/// Copy a routing between global and shared memory, by a whole block.
+template <int TOKENS>
+__device__ __forceinline__ void copyRoutes(StepRoutes<TOKENS>& target, StepRoutes<TOKENS> const& source) {
+    static_assert(sizeof(StepRoutes<TOKENS>) % sizeof(int) == 0);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(StepRoutes<TOKENS>) / sizeof(int)); i += blockDim.x) {
+        reinterpret_cast<int*>(&target)[i] = reinterpret_cast<int const volatile*>(&source)[i];
+    }
 }
 
 } // namespace flint

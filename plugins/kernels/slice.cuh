@@ -133,14 +133,16 @@ constexpr int kREADY_BLOCKS = 1;
 #endif
 
 /// A share whose operands were made while the kernel had nothing else to do: before the wait for the activations.
-/// Dequantising takes as long as all else that follows the wait.
-template <WeightFormat F, int TILES>
+/// Dequantising takes as long as all else that follows the wait. READY: tiles for which there are registers; the other
+/// ones are dequantised when they are used.
+template <WeightFormat F, int TILES, int READY = TILES>
 struct ReadySlice {
-    uint32_t a[TILES][4][4];
+    uint32_t a[READY][4][4];
+    Slice<F, TILES> const& slice;
 
-    __device__ __forceinline__ explicit ReadySlice(Slice<F, TILES> const& slice) {
+    __device__ __forceinline__ explicit ReadySlice(Slice<F, TILES> const& source) : slice(source) {
 #pragma unroll
-        for (int i = 0; i < TILES; ++i) {
+        for (int i = 0; i < READY; ++i) {
             slice.operands(i, a[i]);
         }
     }
@@ -151,7 +153,7 @@ struct ReadySlice {
         if (F == WeightFormat::kNVFP4 && never) { // BF16 operands are what was loaded
             auto* const words = static_cast<uint32_t volatile*>(sink);
 #pragma unroll
-            for (int i = 0; i < TILES; ++i) {
+            for (int i = 0; i < READY; ++i) {
 #pragma unroll
                 for (int j = 0; j < 16; ++j) {
                     words[(i * 16 + j) * kWARP] = a[i][j / 4][j % 4];
@@ -163,11 +165,15 @@ struct ReadySlice {
     template <typename X>
     __device__ __forceinline__ void multiply(float (&acc)[1][4], int part, X const& x) const {
         Slice<F, TILES>::template multiplyTiles<1>(acc, part, x, [&](int i, uint32_t (&out)[4][4]) {
+            if (i >= READY) {
+                slice.operands(i, out);
+                return;
+            }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    out[j][k] = a[i][j][k];
+                    out[j][k] = a[i < READY ? i : 0][j][k];
                 }
             }
         });
@@ -200,6 +206,51 @@ struct SharedX {
     }
 
     static constexpr int bytes(int columns) { return columns * TOKENS * 2; }
+};
+
+/// Start copying ordered rows [K] of TOKENS tokens from global to shared memory in SharedX's order, by a whole block;
+/// rows from `tokens` on become zeros. The caller commits, waits and synchronises.
+template <int K, int TOKENS, int THREADS>
+__device__ __forceinline__ void copyRowsAsync(bf16 const* rows, int tokens, void* x) {
+    uint32_t const target = sharedAddress(x);
+    for (int i = threadIdx.x; i < K / 8 * TOKENS; i += THREADS) {
+        // Eight vectors are a token's tile; a vector is a half of a lane's 16 columns.
+        int const t = i % 8 / 2, half = i % 2, token = i / 8 % TOKENS;
+        // Blocks start at tiles of their own, or all would ask the L2 for the same lines at the same time.
+        int const tile = (i / (8 * TOKENS) + blockIdx.x) % (K / kTILE_COLUMNS);
+        bool const present = token < tokens;
+        copyAsync16(target + (((tile * 2 + half) * TOKENS + token) * 4 + t) * 16,
+                    rows + (present ? int64_t{token} * K + tile * kTILE_COLUMNS + i % 8 * 8 : 0), present);
+    }
+}
+
+/// Ordered rows [K] in shared memory, as they stand in global memory but `kSTRIDE` bytes apart (neighbours' reads then
+/// meet other banks). `row`: of the lane's token, nullptr reads as zeros.
+template <int K>
+struct RowX {
+    static constexpr int kSTRIDE = K * 2 + 16;
+    uint8_t const* row;
+    int lane;
+
+    __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
+        if (row == nullptr) {
+            return make_uint4(0, 0, 0, 0);
+        }
+        return *reinterpret_cast<uint4 const*>(row + tile * 128 + lane % 4 * 32 + half * 16);
+    }
+
+    /// Start copying `count` rows to shared memory, by a whole block of THREADS threads.
+    template <int THREADS>
+    static __device__ __forceinline__ void copyAsync(bf16 const* rows, int count, void* target) {
+        constexpr int VECTORS = K / 8;
+        uint32_t const base = sharedAddress(target);
+        int const start = blockIdx.x % count; // see copyRowsAsync
+        for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {
+            int const turned = start + i / VECTORS, row = turned < count ? turned : turned - count;
+            int const vector = i % VECTORS;
+            copyAsync16(base + row * kSTRIDE + vector * 16, rows + int64_t{row} * K + vector * 8);
+        }
+    }
 };
 
 /// A warp's share of the activations, brought from global to the warp's own shared memory by loads that are all under
@@ -272,7 +323,7 @@ struct PartialSums {
         return total;
     }
 
-    static constexpr int floats(int parts) { return parts * kPANEL_ROWS * kDECODE_TOKENS; }
+    static __host__ __device__ constexpr int floats(int parts) { return parts * kPANEL_ROWS * kDECODE_TOKENS; }
 };
 
 } // namespace flint

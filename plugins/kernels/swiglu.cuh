@@ -16,4 +16,20 @@ __device__ __forceinline__ bf16 swigluRouted(float gate, float up) {
     return __float2bfloat16_rn(gate / (1.0f + __expf(-gate)) * up);
 }
 
+/// Tensor scales of gate and up, loaded here and now: behind the product they would be waited for.
+struct GateUpScales {
+    float gate = 1.0f, up = 1.0f;
+
+    /// `pair`: gate's and up's; nullptr in BF16.
+    __device__ __forceinline__ GateUpScales(float const* pair, float restore) {
+        if (pair != nullptr) {
+            float2 const both = loadNow8(pair);
+            gate = both.x;
+            up = both.y;
+        }
+        gate *= restore;
+        up *= restore;
+    }
+};
+
 } // namespace flint
