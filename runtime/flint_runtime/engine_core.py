@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 from flint_runtime.errors import UsageError
 from flint_runtime.executors.base import NO_TOKEN, Executor, Pending, StepResult
-from flint_runtime.executors.step import NO_SLOT, RowSampling, SequencePart, build_step, from_slot
+from flint_runtime.executors.step import DRAW, NO_SLOT, RowSampling, SequencePart, build_step, from_slot
 from flint_runtime.kv_cache import KVCacheManager, choose_kv_cache
 from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, TokenOutput
 from flint_runtime.scheduler import ScheduledStep, Scheduler
 from flint_runtime.sequence import Sequence, Status
 
-_DRAWN = -1
-"""forced_token of a row whose token is drawn."""
 _NOTHING: list[int] = []
 _NOT_FINITE = (
     "The model's logits are not finite: the weights are damaged, or it is a bug of ours. Check the engine with: "
@@ -160,10 +158,6 @@ class EngineCore:
     def vocab_size(self) -> int:
         """Tokens that the model knows."""
         return self._executor.config.vocab_size
-
-    def close(self) -> None:
-        """Free the executor; the core is of no use afterwards."""
-        self._executor.close()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -307,7 +301,7 @@ class EngineCore:
         grammar = sequence.request.grammar
         if grammar is not None:
             self._executor.set_token_mask(slot, grammar.mask())
-        return RowSampling(*sequence.draw_head, index, slot, _DRAWN, sequence.biased, grammar is not None)
+        return RowSampling(*sequence.draw_head, index, slot, DRAW, sequence.biased, grammar is not None)
 
     def _decode_parts(self, step: ScheduledStep) -> tuple[list[SequencePart], list[int]]:
         parts = []
@@ -358,13 +352,17 @@ class EngineCore:
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         read = self._scheduler.step_read
         for index, sequence in enumerate(step.sequences):
-            if sequence.status is not Status.FINISHED:
-                row, end = flight.rows[index], step.starts[index] + step.counts[index]
-                if sequence.wants_prompt_logprobs:
-                    row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
-                if step.phase == "decode" or end == len(sequence.tokens):
+            row, end = flight.rows[index], step.starts[index] + step.counts[index]
+            if sequence.wants_prompt_logprobs:
+                row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
+            if step.phase == "decode" or end == len(sequence.tokens):
+                if sequence.status is not Status.FINISHED:
                     proposed = step.proposals.get(index, _NOTHING)
                     outputs.append(self._read_tokens(sequence, proposed, row, tokens, logprobs, result))
+                elif tokens[row] == NO_TOKEN:
+                    sequence.tainted = (
+                        True  # Aborted before this was known: as bad for those who would share its pages.
+                    )
             read(sequence)
         return outputs
 
@@ -394,7 +392,7 @@ class EngineCore:
         for last in (*proposed, None):
             token = tokens[row]
             if token == NO_TOKEN:
-                reason, error = "error", _NOTHING_ALLOWED if grammar or sequence.biased else _NOT_FINITE
+                reason, error = "error", _NOTHING_ALLOWED if sequence.constrained else _NOT_FINITE
                 sequence.tainted = True
                 break
             known.append(token)
@@ -418,7 +416,7 @@ class EngineCore:
             sequence.lookup.extend([output.token_id for output in new])
             if proposed:
                 self._proposed_tokens += len(proposed)
-                self._accepted_tokens += len(new) - 1
+                self._accepted_tokens += max(0, len(new) - 1)
                 # K and V of the tokens that were not drawn do not count; they are overwritten.
                 sequence.num_tokens = len(known)
                 sequence.num_computed = len(known) - 1

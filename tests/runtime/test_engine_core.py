@@ -376,6 +376,16 @@ def test_chunk_ends_of_a_long_prompt_are_kept(monkeypatch: pytest.MonkeyPatch) -
     assert found.tokens("second") == expected_tokens(second)
 
 
+def test_a_prompt_of_which_all_but_one_token_is_cached() -> None:
+    """It has nothing to prefill, and is alone: its only step is a decode step."""
+    core, executor = open_core()
+    one = request("0", prompt(65), 1)
+    run(core, [one])
+    found = run(core, [request("1", one.prompt, 1)])
+    assert [phase for phase, _ in executor.steps] == ["prefill", "decode"]
+    assert found.last("1").cached_tokens == 64 and found.tokens("1") == expected_tokens(one)
+
+
 @pytest.mark.usefixtures("short_cuts")
 def test_evicted_prefixes_are_computed_again() -> None:
     core, _ = open_core(pages=16, max_model_len=640, snapshots=2)
@@ -495,6 +505,48 @@ def test_non_finite_logits_end_one_request_only() -> None:
         assert found.tokens(one.request_id) == expected_tokens(one)
     check_idle(core)
     assert run(core, [request("again", bad.prompt, 60)]).last("again").finish_reason == "error"
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+@pytest.mark.parametrize("length", [70, 90])
+def test_what_is_not_finite_is_not_shared(length: int, prompt_logprobs: int | None) -> None:
+    """S8: nor where the request is aborted while the row that would have told is in flight."""
+    core, _ = open_core(nan_token=63)
+    core.add(request("bad", [63] * length, 60, prompt_logprobs=prompt_logprobs))
+    assert core.step() == []
+    core.abort("bad")
+    while core.has_work():
+        assert core.step() == []
+    check_idle(core)
+    assert core.stats().pages_cached == core.stats().snapshots_used == 0
+
+
+def test_a_cached_prefix_that_is_not_finite_is_forgotten() -> None:
+    """A prompt that was aborted before its first row leaves its pages; whoever fails over them takes them out."""
+    core, executor = open_core(nan_token=63)
+    head = [63, *[token % 63 for token in prompt(400)]]
+    core.add(request("aborted", head, 5))
+    for _ in range(3):
+        core.step()
+    core.abort("aborted")
+    while core.has_work():
+        core.step()
+    assert core.stats().pages_cached > 0
+    assert run(core, [request("bad", head, 5)]).last("bad").finish_reason == "error"
+    assert core.stats().pages_cached == core.stats().snapshots_used == 0
+    executor.nan_token = None
+    good = request("good", head, 5)
+    found = run(core, [good])
+    assert found.last("good").cached_tokens == 0 and found.tokens("good") == expected_tokens(good)
+
+
+def test_a_contradictory_bias_costs_others_no_prefix() -> None:
+    core, _ = open_core()
+    head = prompt(130)
+    run(core, [request("first", head, 5)])
+    stuck = request("stuck", [*head, 1], 5, eos=range(64), min_tokens=2)
+    assert "forbid every token" in (run(core, [stuck]).last("stuck").error or "")
+    assert run(core, [request("again", [*head, 2], 5)]).last("again").cached_tokens == 128
 
 
 def test_min_tokens_holds_stop_tokens_back() -> None:
@@ -618,6 +670,19 @@ def test_speculation_changes_no_token(monkeypatch: pytest.MonkeyPatch, most: int
     assert max(len(step.token_ids) for step in decode) <= LIMITS.decode_tokens
     assert max(np.diff(step.query_start).max() for step in decode) == most + 1 <= 8
     check_idle(core)
+
+
+def test_a_row_that_is_not_finite_accepts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "PromptLookup", OracleLookup)
+    requests = (request("a", [token % 63 for token in prompt(50, seed)], 10) for seed in range(1000))
+    one = next(r for r in requests if 63 in expected_tokens(r)[:3])
+    OracleLookup.answers = {tuple(one.prompt): expected_tokens(one)}
+    core, _ = open_core(num_speculative_tokens=7, nan_token=63)
+    found = run(core, [one])
+    assert found.last("a").finish_reason == "error"
+    tokens = found.tokens("a")
+    assert tokens == expected_tokens(one)[: len(tokens)] and tokens[-1] == 63
+    assert 0 <= core.stats().accepted_tokens < len(tokens)
 
 
 def test_speculation_from_the_text_itself() -> None:

@@ -160,13 +160,17 @@ class KVCacheManager:
         self._slots.append(table.slot)
         self.releases += 1
 
-    def forget(self, table: BlockTable) -> None:
-        """What a sequence computed must not be used again; what it found may."""
+    def forget(self, table: BlockTable, *, found: bool) -> None:
+        """What a sequence computed must not be used again.
+
+        Args:
+            found: nor anything else that is cached of its prefix, whoever computed it.
+        """
         own = set(table.pages)
         node = table.node
-        for _ in range(table.num_registered - table.cached_tokens // PAGE_TOKENS):
+        for _ in range(table.num_registered - (0 if found else table.cached_tokens // PAGE_TOKENS)):
             self._drop_snapshot(node)
-            if node.page in own:
+            if node.page in own or (found and node.page != NONE):
                 self.pool.forget(node.page)
                 del self._node_of[node.page]
                 node.page = NONE

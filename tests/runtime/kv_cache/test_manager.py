@@ -148,7 +148,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     table = open_table(kv)
     kv.register(table, TOKENS, 300)
     kv.snapshot(table, 256, rolling=False)
-    kv.forget(table)
+    kv.forget(table, found=False)
     kv.close(table)
     gauges = kv.gauges()
     assert (gauges.pages_cached, gauges.pages_free, gauges.snapshots_used) == (0, 8, 0)
@@ -161,9 +161,21 @@ def test_what_was_found_is_not_forgotten() -> None:
     table = open_table(kv)
     kv.register(table, TOKENS, 300)
     kv.snapshot(table, 256, rolling=False)
-    kv.forget(table)
+    kv.forget(table, found=False)
     kv.close(table)
     assert open_table(kv).cached_tokens == 128
+
+
+def test_what_was_found_is_forgotten_where_it_may_be_wrong() -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [128])
+    table = open_table(kv)
+    assert table.cached_tokens == 128
+    kv.register(table, TOKENS, 300)
+    kv.forget(table, found=True)
+    kv.close(table)
+    gauges = kv.gauges()
+    assert (gauges.pages_cached, gauges.snapshots_used) == (0, 0) and not kv._root.children
 
 
 def test_nothing_is_kept_without_prefix_caching() -> None:
