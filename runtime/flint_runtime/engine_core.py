@@ -260,7 +260,7 @@ class EngineCore:
         for sequence in step.admitted:
             self._begin(sequence)
         parts, rows = self._decode_parts(step) if step.phase == "decode" else self._prefill_parts(step)
-        built = build_step(parts)
+        built = build_step(parts, self._kv.page_table([sequence.table for sequence in step.sequences]))
         submitted = time.perf_counter()
         pending = self._executor.submit(step.phase, built)
         done = time.perf_counter() if pending.done() else None
@@ -309,7 +309,7 @@ class EngineCore:
             table, tokens = sequence.table, sequence.tokens
             token = tokens[start] if start < len(tokens) else from_slot(table.slot)
             rows = ((0, self._draw(sequence, start)),)
-            parts.append(SequencePart((token,), start, table.page_row, table.slot, rows))
+            parts.append(SequencePart((token,), start, table.pages, table.slot, rows))
         if not step.proposals:
             return parts, list(range(len(parts)))
         first_rows, row = [], 0
@@ -322,7 +322,7 @@ class EngineCore:
                 draws = [RowSampling(*sequence.draw_head, first + i, NO_SLOT) for i in range(count)]
                 new = (sequence.tokens[start], *step.proposals[index])
                 table = sequence.table
-                parts[index] = SequencePart(new, start, table.page_row, table.slot, list(enumerate(draws)))
+                parts[index] = SequencePart(new, start, table.pages, table.slot, list(enumerate(draws)))
         return parts, first_rows
 
     def _prefill_parts(self, step: ScheduledStep) -> tuple[list[SequencePart], list[int]]:
@@ -339,7 +339,7 @@ class EngineCore:
                 rows.append((count - 1, self._draw(sequence, end - 1)))
             first_rows.append(total)
             total += len(rows)
-            parts.append(SequencePart(tokens[start:end], start, table.page_row, table.slot, rows))
+            parts.append(SequencePart(tokens[start:end], start, table.pages, table.slot, rows))
         if not total:  # Every step has a row of logits: here a greedy draw that is not used.
             rows.append((-1, RowSampling()))
         return parts, first_rows

@@ -44,7 +44,7 @@ def leave(kv: KVCacheManager, tokens: list[int], snapshots: list[int]) -> list[i
 def test_a_prefix_needs_pages_and_a_snapshot() -> None:
     kv = KVCacheManager(SIZES)
     table = open_table(kv)
-    assert (table.cached_tokens, table.pages, kv.take_copies()) == (0, table.page_row.tolist(), [])
+    assert (table.cached_tokens, table.pages, kv.take_copies()) == (0, kv.page_table([table])[0].tolist(), [])
     kv.close(table)
     (slot,) = leave(kv, TOKENS, [128])
     table = open_table(kv)
@@ -91,7 +91,7 @@ def test_a_full_pool_gives_no_place() -> None:
     assert kv.open(TOKENS, reuse=True, headroom=0) is None
     assert kv.open(TOKENS[:190], reuse=True, headroom=1) is None
     assert not kv.grow(first, 64 * 9) and len(first.pages) == 5
-    assert kv.grow(first, 64 * 8) and len(first.page_row) == 8
+    assert kv.grow(first, 64 * 8) and len(first.pages) == 8
     kv.close(first)
     assert kv.gauges().pages_free == 8
 
