@@ -32,6 +32,7 @@ import numpy as np
 from flint_plugins.library import find_library, library_info
 from flint_runtime.engine_core import CoreConfig, EngineCore
 from flint_runtime.executors import cuda, gpu
+from flint_runtime.executors.base import Executor
 from flint_runtime.executors.plugin_host import PluginHostExecutor
 from flint_runtime.manifest import WeightFormat
 from flint_runtime.request import EngineRequest
@@ -175,7 +176,7 @@ class Serving:
 
 
 @contextmanager
-def open_engine(skeleton: Path, weights: WeightFormat, scratch: Path) -> Iterator[PluginHostExecutor]:
+def open_engine(skeleton: Path, weights: WeightFormat, scratch: Path) -> Iterator[Executor]:
     """The full-size engine with random weights."""
     library, directory = find_library(), scratch / weights
     shutil.rmtree(directory, ignore_errors=True)
@@ -226,7 +227,8 @@ def main() -> None:
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, default=None, help="folder for the JSON file")
     args = parser.parse_args()
-    started, records = time.monotonic(), []
+    started = time.monotonic()
+    records: list[Record] = []
     with open_engine(args.skeleton, args.weights, args.scratch) as executor:
         serving = Serving(EngineCore(executor, CoreConfig()), args.weights)
         gc.collect()

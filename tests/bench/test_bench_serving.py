@@ -39,7 +39,7 @@ def test_interference(serving: Serving) -> None:
 def test_prefix(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_SPACING_TOKENS", 64)
     first, second = serving.prefix(shared=500, own=20, rounds=2)
-    assert first.tokens == 520 and second.tokens == 520 - 448 and "448 tokens of it cached" in second.note
+    assert first.tokens == 520 and second.tokens == 520 - 256 and "256 tokens of it cached" in second.note
     check_idle(serving.core)
 
 
