@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import resource
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -242,6 +245,46 @@ def test_books_do_not_grow_with_traffic() -> None:
         check_idle(core)
         sizes.append(len(prefix_nodes(core)))
     assert sizes[-1] <= sizes[1] and max(sizes) <= core.stats().pages + 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_memory_does_not_grow_with_traffic() -> None:
+    """S13: the process has the same size after thousands of requests of every kind, a third of them aborted."""
+    core, executor = open_core(pages=40, max_model_len=640, num_speculative_tokens=3)
+    kinds: list[dict[str, Any]] = [{}, {"logprobs": 3}, {"logit_bias": {3: 1.0}}, {"prompt_logprobs": 1}]
+
+    def resident_bytes_after(first: int, count: int) -> int:
+        for turn in range(first, first + count, 50):
+            for i in range(turn, turn + 50):
+                core.add(request(str(i), prompt(64 + i % 7, i % 500), 3, **kinds[i % 4]))
+            for i in range(turn, turn + 50, 3):
+                core.step()
+                core.abort(str(i))
+            run(core)
+            executor.steps.clear()
+            executor.copies.clear()
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes_after(0, 1000)
+    assert resident_bytes_after(1000, 3000) - before < 3000 * 200, "a request leaves not even 200 bytes"
+    check_idle(core)
+
+
+@pytest.mark.parametrize("most", [128, 129, 150])
+def test_the_context_limit(most: int) -> None:
+    """K7: a prompt and its answer exactly as long as the context, and one shorter; one longer is refused. In a pool
+    that holds no more, and also where the limit is not the end of a page."""
+    core, executor = open_core(pages=-(-most // 64), sequences=1, snapshots=0, max_model_len=most)
+    for length in (1, most - 2, most - 1):
+        for total in (most - 1, most):
+            if total > length:
+                one = request(f"{length} {total}", prompt(length, length), total - length)
+                assert run(core, [one]).tokens(one.request_id) == expected_tokens(one)
+        with pytest.raises(UsageError, match=rf"at most {most} \(max_model_len\)"):
+            core.add(request("long", prompt(length), most - length + 1))
+    assert max(int(step.seq_lens.max()) for _, step in executor.steps) == most - 1, "the last token needs no place"
+    check_idle(core)
 
 
 @pytest.mark.parametrize(
