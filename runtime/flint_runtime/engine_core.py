@@ -171,10 +171,15 @@ class EngineCore:
         if not prompt:
             raise UsageError("The prompt is empty; a generation needs at least one token to start from.")
         if min(prompt) < 0 or max(prompt) >= vocabulary:
-            raise UsageError(f"The prompt has token ids outside the vocabulary of {vocabulary}.")
+            raise UsageError(
+                f"The prompt has token ids from {min(prompt)} to {max(prompt)}, some outside the vocabulary of "
+                f"{vocabulary}. Encode it with this engine's tokenizer."
+            )
         outside = [token for token in request.params.logit_bias if not 0 <= token < vocabulary]
         if outside:
-            raise UsageError(f"logit_bias has token ids {outside} outside the vocabulary of {vocabulary}.")
+            raise UsageError(
+                f"logit_bias has token ids {outside[:5]} outside the vocabulary of {vocabulary}. Leave them out."
+            )
         if request.max_tokens < 1 or len(prompt) + request.max_tokens > most:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens and max_tokens is {request.max_tokens}: together they must be at "
