@@ -12,8 +12,8 @@ from itertools import count
 _NGRAMS = (4, 3, 2)
 """Lengths that are looked up, best first: a longer match is followed by the same tokens more often."""
 _MOST_TOKENS = 32_768
-"""Of what a request starts with, its end; the rest is not indexed. Indexing takes 1 µs a token on the thread that serves
-everyone, whose streams must not notice."""
+"""Of a prompt, its end; the rest is not indexed. That takes 1 µs a token on the thread that serves everyone, and
+running streams must not notice."""
 
 
 class PromptLookup:
