@@ -29,6 +29,7 @@ from flint_builder.weights import EngineTensor, WeightFile
 from flint_plugins.ops import DOMAIN, MASK_TOKENS, MAX_LOGPROBS, OPS, PAGE_TOKENS, VERSION, Binding, DType, FieldValue
 from flint_runtime.config import ModelConfig
 from flint_runtime.manifest import Limits, Phase, WeightFormat, ring_tokens
+from flint_runtime.memory import MemoryPlan
 
 ONNX_TYPES: dict[DType, int] = {
     "bf16": onnx.TensorProto.BFLOAT16,
@@ -43,9 +44,6 @@ Dim = int | str
 Shape = tuple[Dim, ...]
 Profile = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 """Optimization profile: input name -> (min, opt, max) shape."""
-
-# Upper bounds of pool sizes in the optimization profile: TensorRT counts a tensor's elements in 32 bits.
-_MAX_ELEMENTS = 2**31 - 1
 
 _SAMPLING_INPUTS: dict[str, tuple[DType, Shape]] = {
     "temperature": ("f32", ("R",)),
@@ -263,8 +261,7 @@ class _Export:
 def _profile(export: _Export, limits: Limits, phase: Phase) -> Profile:
     """The optimization profile of a phase, from the symbolic dimensions of the graph's inputs."""
     config = export.config
-    page = config.num_key_value_heads * 2 * PAGE_TOKENS * config.head_dim
-    slot = config.num_key_value_heads * 2 * ring_tokens(config.sliding_window) * config.head_dim
+    plan = MemoryPlan(config, 0, limits)
     batch = limits.max_batch
     pages_per_sequence = -(-limits.max_context // PAGE_TOKENS)
     tokens = limits.prefill_chunk if phase == "prefill" else limits.decode_tokens
@@ -275,9 +272,9 @@ def _profile(export: _Export, limits: Limits, phase: Phase) -> Profile:
         "B+1": (2, 2, batch + 1),
         "P": (1, pages_per_sequence, pages_per_sequence),
         "R": (1, 1, rows),
-        "pages": (1, pages_per_sequence, _MAX_ELEMENTS // page),
-        "slots": (1, batch, _MAX_ELEMENTS // slot),
-        "sample_slots": (1, batch, _MAX_ELEMENTS // config.vocab_size),
+        "pages": (1, pages_per_sequence, plan.most_pages),
+        "slots": (1, batch, plan.most_slots),
+        "sample_slots": (1, batch, plan.most_sample_slots),
     }
     profile: Profile = {}
     for name, variable in export.inputs.items():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,6 +17,10 @@ from flint_runtime.console import byte_progress, err, fail, format_bytes, out
 from flint_runtime.engine import Engine, damaged_files, read_manifest
 from flint_runtime.errors import EngineError, FlintError, UsageError
 from flint_runtime.executors import ExecutorChoice
+
+if TYPE_CHECKING:
+    from flint_runtime.llm_engine import LLMEngine
+    from flint_runtime.sampling_params import SamplingParams
 
 app = typer.Typer(
     add_completion=False,
@@ -83,29 +90,39 @@ def verify(engine: EngineArgument, as_json: JsonOption = False) -> None:
         out.print(f"{engine}: {len(manifest.files)} files, {format_bytes(total)}, all as built.", markup=False)
 
 
+ExecutorOption = Annotated[
+    ExecutorChoice,
+    typer.Option(
+        help="What runs the graph. tensorrt: a GPU, through the engine's plans. plugin-host: a GPU, without "
+        "TensorRT. reference: the CPU, exact and slow. auto: the first of these that can."
+    ),
+]
+ThinkingOption = Annotated[bool, typer.Option(help="Let the model think before it answers.")]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(help="Most tokens of an answer; default: what the context leaves.", show_default=False)
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="0 is greedy; default: the checkpoint's.", show_default=False)
+]
+TopPOption = Annotated[float | None, typer.Option(help="Default: the checkpoint's.", show_default=False)]
+TopKOption = Annotated[int | None, typer.Option(help="Default: the checkpoint's.", show_default=False)]
+MinPOption = Annotated[float | None, typer.Option(help="Default: off.", show_default=False)]
+SeedOption = Annotated[int | None, typer.Option(help="Makes the draw reproducible.", show_default=False)]
+
+
 @app.command()
 def generate(
     engine: EngineArgument,
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.", show_default=False)],
-    executor: Annotated[
-        ExecutorChoice,
-        typer.Option(
-            help="What runs the graph. tensorrt: a GPU, through the engine's plans. plugin-host: a GPU, without "
-            "TensorRT. reference: the CPU, exact and slow. auto: the first of these that can."
-        ),
-    ] = "auto",
+    executor: ExecutorOption = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    thinking: Annotated[bool, typer.Option(help="Let the model think before it answers.")] = True,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate; default: what the context leaves.", show_default=False)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; default: the checkpoint's.", show_default=False)
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Default: the checkpoint's.", show_default=False)] = None,
-    top_k: Annotated[int | None, typer.Option(help="Default: the checkpoint's.", show_default=False)] = None,
-    min_p: Annotated[float | None, typer.Option(help="Default: off.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the draw reproducible.", show_default=False)] = None,
+    thinking: ThinkingOption = True,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    seed: SeedOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Generate text, streamed to standard output as it comes.
@@ -114,50 +131,110 @@ def generate(
     """
     from flint_runtime.engine_core import CoreConfig
     from flint_runtime.llm_engine import LLMEngine
-    from flint_runtime.sampling_params import RequestOutputKind, SamplingParams
+    from flint_runtime.sampling_params import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("The prompt is empty; pass some text.")
     params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        output_kind=RequestOutputKind.DELTA,
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
-    opened = LLMEngine.open(engine, executor, CoreConfig(max_num_seqs=1, enable_prefix_caching=False))
-    if not raw:
-        text = opened.tokenizer.render_chat([{"role": "user", "content": text}], enable_thinking=thinking)
-    # The template may have opened the thinking part; show it whole.
-    pieces = ["<think>" if not raw and text.rstrip().endswith("<think>") else ""]
+    config = CoreConfig(max_num_seqs=1, enable_prefix_caching=False)
+    with closing(LLMEngine.open(engine, executor, config)) as opened:
+        if not raw:
+            text = opened.tokenizer.render_chat([{"role": "user", "content": text}], enable_thinking=thinking)
+        answer = _answer(opened, text, params, chat=not raw, show=not as_json)
+    if as_json:
+        print(json.dumps({"prompt": text, **answer}, indent=1, ensure_ascii=False))
+
+
+@app.command()
+def chat(
+    engine: EngineArgument,
+    executor: ExecutorOption = "auto",
+    thinking: ThinkingOption = True,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    seed: SeedOption = None,
+) -> None:
+    """Talk to the model: one message a line, answers streamed. /exit or the end of the input ends it.
+
+    Example: run-engine chat engines/flint-nano-sm120
+    """
+    from flint_runtime.engine_core import CoreConfig
+    from flint_runtime.llm_engine import LLMEngine
+    from flint_runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+    )
+    history: list[dict[str, str]] = []
+    # With prefix caching, a turn computes only what is new.
+    with closing(LLMEngine.open(engine, executor, CoreConfig(max_num_seqs=1))) as opened:
+        for message in _messages():
+            turn = {"role": "user", "content": message}
+            prompt = opened.tokenizer.render_chat([*history, turn], enable_thinking=thinking)
+            try:
+                answer = _answer(opened, prompt, params, chat=True, show=True)
+            except UsageError as error:  # The context is full: a shorter message may still fit.
+                if not sys.stdin.isatty():
+                    raise
+                err.print(f"error: {error}", markup=False)
+                continue
+            history += [turn, {"role": "assistant", "content": answer["text"]}]
+
+
+def _messages() -> Iterator[str]:
+    """The user's messages that are not blank, from a terminal or a pipe, up to /exit."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 (gives input() line editing and a history)
+    while True:
+        try:
+            message = (input("> ") if sys.stdin.isatty() else input()).strip()
+        except EOFError:
+            return
+        if message == "/exit":
+            return
+        if message:
+            yield message
+
+
+def _answer(opened: LLMEngine, prompt: str, params: SamplingParams, *, chat: bool, show: bool) -> dict[str, Any]:
+    """Answer a prompt: text, token_ids and finish_reason.
+
+    Args:
+        chat: the prompt may have opened the thinking part; then the text is to show it whole.
+        show: print the text as it comes.
+    Raises:
+        UsageError: the request cannot be served.
+        FlintError: it failed.
+    """
+    from flint_runtime.sampling_params import RequestOutputKind
+
+    params = replace(params, output_kind=RequestOutputKind.DELTA)
+    opened.add_request(opened.prepare("run-engine", prompt, params))
+    text = "<think>" if chat and prompt.rstrip().endswith("<think>") else ""
     token_ids: list[int] = []
-    opened.add_request(opened.prepare("run-engine", text, params))
-    if not as_json:
-        print(pieces[0], end="", flush=True)
+    if show:
+        print(text, end="", flush=True)
     while opened.has_unfinished_requests():
         for output in opened.step():
             (answer,) = output.outputs
-            pieces.append(answer.text)
+            text += answer.text
             token_ids += answer.token_ids
-            if not as_json:
+            if show:
                 print(answer.text, end="", flush=True)
     if answer.error:
         raise FlintError(answer.error)
-    if as_json:
-        report = {
-            "prompt": text,
-            "text": "".join(pieces),
-            "token_ids": token_ids,
-            "finish_reason": answer.finish_reason,
-        }
-        print(json.dumps(report, indent=1, ensure_ascii=False))
-    else:
+    if show:
         print()
         if answer.finish_reason == "length":
             err.print("(stopped at the token limit)")
+    return {"text": text, "token_ids": token_ids, "finish_reason": answer.finish_reason}
 
 
 def main() -> None:

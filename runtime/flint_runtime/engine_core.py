@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 from flint_runtime.errors import UsageError
 from flint_runtime.executors.base import NO_TOKEN, Executor, Pending, StepResult
-from flint_runtime.executors.step import NO_SLOT, RowSampling, SequencePart, build_step, from_slot
+from flint_runtime.executors.step import DRAW, NO_SLOT, RowSampling, SequencePart, build_step, from_slot
 from flint_runtime.kv_cache import KVCacheManager, choose_kv_cache
 from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, TokenOutput
 from flint_runtime.scheduler import ScheduledStep, Scheduler
 from flint_runtime.sequence import Sequence, Status
 
-_DRAWN = -1
-"""forced_token of a row whose token is drawn."""
 _NOTHING: list[int] = []
 _NOT_FINITE = (
     "The model's logits are not finite: the weights are damaged, or it is a bug of ours. Check the engine with: "
@@ -161,10 +159,6 @@ class EngineCore:
         """Tokens that the model knows."""
         return self._executor.config.vocab_size
 
-    def close(self) -> None:
-        """Free the executor; the core is of no use afterwards."""
-        self._executor.close()
-
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
@@ -177,10 +171,15 @@ class EngineCore:
         if not prompt:
             raise UsageError("The prompt is empty; a generation needs at least one token to start from.")
         if min(prompt) < 0 or max(prompt) >= vocabulary:
-            raise UsageError(f"The prompt has token ids outside the vocabulary of {vocabulary}.")
+            raise UsageError(
+                f"The prompt has token ids from {min(prompt)} to {max(prompt)}, some outside the vocabulary of "
+                f"{vocabulary}. Encode it with this engine's tokenizer."
+            )
         outside = [token for token in request.params.logit_bias if not 0 <= token < vocabulary]
         if outside:
-            raise UsageError(f"logit_bias has token ids {outside} outside the vocabulary of {vocabulary}.")
+            raise UsageError(
+                f"logit_bias has token ids {outside[:5]} outside the vocabulary of {vocabulary}. Leave them out."
+            )
         if request.max_tokens < 1 or len(prompt) + request.max_tokens > most:
             raise UsageError(
                 f"The prompt has {len(prompt)} tokens and max_tokens is {request.max_tokens}: together they must be at "
@@ -266,7 +265,7 @@ class EngineCore:
         for sequence in step.admitted:
             self._begin(sequence)
         parts, rows = self._decode_parts(step) if step.phase == "decode" else self._prefill_parts(step)
-        built = build_step(parts)
+        built = build_step(parts, self._kv.page_table([sequence.table for sequence in step.sequences]))
         submitted = time.perf_counter()
         pending = self._executor.submit(step.phase, built)
         done = time.perf_counter() if pending.done() else None
@@ -307,7 +306,7 @@ class EngineCore:
         grammar = sequence.request.grammar
         if grammar is not None:
             self._executor.set_token_mask(slot, grammar.mask())
-        return RowSampling(*sequence.draw_head, index, slot, _DRAWN, sequence.biased, grammar is not None)
+        return RowSampling(*sequence.draw_head, index, slot, DRAW, sequence.biased, grammar is not None)
 
     def _decode_parts(self, step: ScheduledStep) -> tuple[list[SequencePart], list[int]]:
         parts = []
@@ -315,7 +314,7 @@ class EngineCore:
             table, tokens = sequence.table, sequence.tokens
             token = tokens[start] if start < len(tokens) else from_slot(table.slot)
             rows = ((0, self._draw(sequence, start)),)
-            parts.append(SequencePart((token,), start, table.page_row, table.slot, rows))
+            parts.append(SequencePart((token,), start, table.pages, table.slot, rows))
         if not step.proposals:
             return parts, list(range(len(parts)))
         first_rows, row = [], 0
@@ -328,7 +327,7 @@ class EngineCore:
                 draws = [RowSampling(*sequence.draw_head, first + i, NO_SLOT) for i in range(count)]
                 new = (sequence.tokens[start], *step.proposals[index])
                 table = sequence.table
-                parts[index] = SequencePart(new, start, table.page_row, table.slot, list(enumerate(draws)))
+                parts[index] = SequencePart(new, start, table.pages, table.slot, list(enumerate(draws)))
         return parts, first_rows
 
     def _prefill_parts(self, step: ScheduledStep) -> tuple[list[SequencePart], list[int]]:
@@ -345,7 +344,7 @@ class EngineCore:
                 rows.append((count - 1, self._draw(sequence, end - 1)))
             first_rows.append(total)
             total += len(rows)
-            parts.append(SequencePart(tokens[start:end], start, table.page_row, table.slot, rows))
+            parts.append(SequencePart(tokens[start:end], start, table.pages, table.slot, rows))
         if not total:  # Every step has a row of logits: here a greedy draw that is not used.
             rows.append((-1, RowSampling()))
         return parts, first_rows
@@ -358,13 +357,17 @@ class EngineCore:
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         read = self._scheduler.step_read
         for index, sequence in enumerate(step.sequences):
-            if sequence.status is not Status.FINISHED:
-                row, end = flight.rows[index], step.starts[index] + step.counts[index]
-                if sequence.wants_prompt_logprobs:
-                    row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
-                if step.phase == "decode" or end == len(sequence.tokens):
+            row, end = flight.rows[index], step.starts[index] + step.counts[index]
+            if sequence.wants_prompt_logprobs:
+                row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
+            if step.phase == "decode" or end == len(sequence.tokens):
+                if sequence.status is not Status.FINISHED:
                     proposed = step.proposals.get(index, _NOTHING)
                     outputs.append(self._read_tokens(sequence, proposed, row, tokens, logprobs, result))
+                elif tokens[row] == NO_TOKEN:
+                    sequence.tainted = (
+                        True  # Aborted before this was known: as bad for those who would share its pages.
+                    )
             read(sequence)
         return outputs
 
@@ -394,7 +397,7 @@ class EngineCore:
         for last in (*proposed, None):
             token = tokens[row]
             if token == NO_TOKEN:
-                reason, error = "error", _NOTHING_ALLOWED if grammar or sequence.biased else _NOT_FINITE
+                reason, error = "error", _NOTHING_ALLOWED if sequence.constrained else _NOT_FINITE
                 sequence.tainted = True
                 break
             known.append(token)
@@ -418,7 +421,7 @@ class EngineCore:
             sequence.lookup.extend([output.token_id for output in new])
             if proposed:
                 self._proposed_tokens += len(proposed)
-                self._accepted_tokens += len(new) - 1
+                self._accepted_tokens += max(0, len(new) - 1)
                 # K and V of the tokens that were not drawn do not count; they are overwritten.
                 sequence.num_tokens = len(known)
                 sequence.num_computed = len(known) - 1

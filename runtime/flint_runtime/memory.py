@@ -9,6 +9,9 @@ from flint_runtime.config import ModelConfig
 from flint_runtime.executors.step import sampling_states
 from flint_runtime.manifest import Limits, ring_tokens
 
+MAX_ELEMENTS = 2**31 - 1
+"""Of one tensor: TensorRT counts them in 32 bits, and the kernels may, too."""
+
 _BF16_BYTES = 2
 _RESERVED_BYTES = 600 << 20
 """CUDA context, modules and allocator slack."""
@@ -51,15 +54,35 @@ class MemoryPlan:
     @property
     def page_bytes(self) -> int:
         """One page of the global pool over all full layers."""
-        c = self.config
-        return len(c.full_layers) * c.num_key_value_heads * 2 * PAGE_TOKENS * c.head_dim * _BF16_BYTES
+        return len(self.config.full_layers) * self._kv_elements(PAGE_TOKENS) * _BF16_BYTES
 
     @property
     def slot_bytes(self) -> int:
         """One sequence's sliding state over all sliding layers."""
-        c = self.config
-        ring = ring_tokens(c.sliding_window)
-        return len(c.sliding_layers) * c.num_key_value_heads * 2 * ring * c.head_dim * _BF16_BYTES
+        return len(self.config.sliding_layers) * self._kv_elements(self._ring) * _BF16_BYTES
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a pool may have, however much memory there is."""
+        return MAX_ELEMENTS // self._kv_elements(PAGE_TOKENS)
+
+    @property
+    def most_slots(self) -> int:
+        """Ring slots that a pool may have."""
+        return MAX_ELEMENTS // self._kv_elements(self._ring)
+
+    @property
+    def most_sample_slots(self) -> int:
+        """Sample slots that the sampling states may have."""
+        return MAX_ELEMENTS // self.config.vocab_size
+
+    @property
+    def _ring(self) -> int:
+        return ring_tokens(self.config.sliding_window)
+
+    def _kv_elements(self, tokens: int) -> int:
+        """K and V of so many tokens in one layer."""
+        return self.config.num_key_value_heads * 2 * tokens * self.config.head_dim
 
     @property
     def sample_slot_bytes(self) -> int:

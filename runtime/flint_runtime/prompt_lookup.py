@@ -6,21 +6,24 @@ https://github.com/apoorvumang/prompt-lookup-decoding).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 _NGRAMS = (4, 3, 2)
 """Lengths that are looked up, best first: a longer match is followed by the same tokens more often."""
+_MOST_TOKENS = 32_768
+"""Of a prompt, its end; the rest is not indexed. That takes 1 µs a token on the thread that serves everyone, and
+running streams must not notice."""
 
 
 class PromptLookup:
     """The tokens of one request, indexed as they come: O(1) per token on average."""
 
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._tokens: list[int] = []
         # By length: n-gram -> position of the token that followed its latest occurrence.
         self._follower: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in _NGRAMS}
-        self.extend(tokens)
+        self.extend(tokens[-_MOST_TOKENS:])
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append the request's next tokens."""

@@ -18,7 +18,7 @@ class Grammar(Protocol):
     """What a request's output must match, as far as it has come. Used by one request."""
 
     def mask(self) -> npt.NDArray[np.int32]:
-        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32."""
+        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32; none: the request ends with an error."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a drawn token. False: it was not allowed (a bug)."""

@@ -114,11 +114,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None where nothing can run before the steps in flight are read, or nothing is to do."""
-        step = None
         if self._last_phase == "decode":
             step = self._prefill() or self._decode()
-        else:
-            step = self._decode() or self._prefill()
+        else:  # A newcomer all of whose prompt but the last token is cached has nothing to prefill.
+            step = self._decode() or self._prefill() or self._decode()
         if step is not None:
             self._last_phase = step.phase
             step.admitted, self._admitted = self._admitted, []
@@ -312,7 +311,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Take the place of a sequence that no step in flight uses; a preempted one waits for another."""
         if sequence.tainted:
-            self._kv.forget(sequence.table)
+            # Where nothing was forbidden, the logits were not finite, and what was found may be the reason.
+            self._kv.forget(sequence.table, found=not sequence.constrained)
         else:
             self._keep_prefix(sequence)
         self._kv.close(sequence.table)

@@ -34,6 +34,7 @@ class Sequence:
         "biased",
         "boundaries",
         "cached_tokens",
+        "constrained",
         "draw_head",
         "has_penalties",
         "in_flight",
@@ -87,11 +88,17 @@ class Sequence:
         """Whether what it computed must not be used again."""
         self.cached_tokens = 0
         """Prompt tokens that prefix caching saved, when it first ran."""
-        self.lookup: PromptLookup | None = (
-            PromptLookup(self.tokens) if speculative and _may_speculate(request) else None
+        self.has_penalties = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        """Proposes its next tokens."""
-        self.has_penalties = _has_penalties(request)
+        self.constrained = bool(request.grammar or params.logit_bias or params.min_tokens)
+        """Whether a grammar or a bias may forbid tokens."""
+        self.lookup: PromptLookup | None = None
+        """Proposes its next tokens. Only where no draw depends on the one before: penalties count the draws, a
+        grammar's mask follows from them, and the bias that holds stop tokens back ends with one of them. Logprobs are
+        the model's own and may be asked for."""
+        if speculative and not (self.has_penalties or self.constrained):
+            self.lookup = PromptLookup(self.tokens)
         self.synchronous = self.lookup is not None or request.grammar is not None
         """Whether its last token must be known here before its next step is made."""
         self.biased = False
@@ -119,18 +126,3 @@ class Sequence:
     def num_generated(self) -> int:
         """Generated tokens that were read."""
         return len(self.tokens) - self.num_prompt
-
-
-def _may_speculate(request: EngineRequest) -> bool:
-    """Whether several tokens may be drawn in one step.
-
-    Not where a draw depends on the draws before it: a penalty counts them, a grammar's mask follows from them, and
-    the bias that holds stop tokens back ends with one of them. Logprobs are the model's own and may be asked for.
-    """
-    params = request.params
-    return not (_has_penalties(request) or request.grammar or params.logit_bias or params.min_tokens)
-
-
-def _has_penalties(request: EngineRequest) -> bool:
-    params = request.params
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -83,11 +83,17 @@ class MaskedGrammar:
         """The token that ends the thinking part; None behind it."""
 
     def mask(self) -> Mask:
-        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32. While the model thinks, all but the end."""
+        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32. While the model thinks, all but the end.
+
+        None where the parser has given up, as over a text that is too ambiguous: llguidance would let the answer end
+        there as if it were complete.
+        """
         if self._thinking_end is not None:
             return self._free
         mask = np.empty_like(self._free)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            mask[:] = 0
         return mask
 
     def accept(self, token_id: int) -> bool:
@@ -101,7 +107,7 @@ class MaskedGrammar:
     @property
     def finished(self) -> bool:
         """Whether only an end-of-sequence token may follow."""
-        return self._thinking_end is None and self._matcher.is_stopped()
+        return self._thinking_end is None and self._matcher.is_stopped() and not self._matcher.is_error()
 
 
 class _Vocabulary:

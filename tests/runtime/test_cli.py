@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from flint_builder.build import BuildOptions, build_engine, plan_build
+from flint_runtime.llm import LLM
+from flint_runtime.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,27 @@ def test_generate_raw_is_greedy_at_temperature_zero(engine: Path) -> None:
     arguments = ("generate", engine, "some text", "--raw", "--temperature", "0", "--max-tokens", "5", "--json")
     first, second = (json.loads(run(*arguments).stdout) for _ in range(2))
     assert first == second and first["prompt"] == "some text"
+
+
+def test_chat_remembers(engine: Path) -> None:
+    """Each turn is the answer to the whole conversation; blank lines are no turns, and /exit ends it."""
+    options = ("--executor", "reference", "--temperature", "0", "--max-tokens", "6", "--no-thinking")
+    shown = run("chat", engine, *options, stdin="Hello\n\nAgain\n/exit\nNever\n")
+    assert shown.returncode == 0, shown.stderr
+    expected, history = [], []
+    with LLM(engine, "reference") as llm:
+        for message in ("Hello", "Again"):
+            history.append({"role": "user", "content": message})
+            params, quick = SamplingParams(temperature=0, max_tokens=6), {"enable_thinking": False}
+            (output,) = llm.chat(history, params, chat_template_kwargs=quick, use_tqdm=False)
+            expected.append(output.outputs[0].text)
+            history.append({"role": "assistant", "content": expected[-1]})
+    assert shown.stdout == "".join(text + "\n" for text in expected)
+
+
+def test_a_conversation_that_outgrows_the_context(engine: Path) -> None:
+    shown = run("chat", engine, "--max-tokens", "500", stdin="Hello " * 100)
+    assert shown.returncode == 2 and "context of 512 tokens" in " ".join(shown.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from flint_runtime.executors.reference import ReferenceExecutor
 from flint_runtime.manifest import Limits
 from flint_runtime.memory import MemoryPlan
 from flint_runtime.request import EngineRequest
-from tests.runtime.cores import OracleLookup, check_idle, request, run
+from tests.runtime.cores import Collected, OracleLookup, check_idle, request, run
 from tests.runtime.engines import build_reference_engine, poison
 from tests.shapes import NANO, NANO_DIRECTORY
 
@@ -122,6 +122,29 @@ def test_prompt_logprobs_are_those_of_generated_tokens(engine: Path) -> None:
     for entry, token in zip(entries[40:], generated, strict=True):
         assert entry is not None and entry.token_id == token.token_id and entry.top_tokens == token.top_tokens
         assert entry.logprob == pytest.approx(token.logprob, abs=1e-3)
+
+
+def test_cancels_in_the_middle_of_prompts(engine: Path) -> None:
+    """S2 with a real model: 200 at once, some of them with a chunk in flight; then the pools serve others."""
+    rng = random.Random(7)
+    stay = [request(f"stay{i}", rng.choices(range(700), k=50), 30) for i in range(3)]
+    go = [request(f"go{i}", rng.choices(range(700), k=300), 30) for i in range(200)]
+    expected = alone(engine, [*stay, after := request("after", go[0].prompt, 10)])
+    core, _ = open_core(engine, max_num_seqs=8, kv_cache_memory_bytes=8 * BYTES_FOR_5_PAGES)
+    for one in (*stay, *go):
+        core.add(one)
+    found = Collected()
+    while not any(s.in_flight and s.num_tokens - s.num_computed > 1 for s in core._scheduler.running):
+        found.add(core.step())
+    for one in go:
+        core.abort(one.request_id)
+    while core.has_work():
+        found.add(core.step())
+    assert {name: found.tokens(name) for name in found.outputs} == {
+        one.request_id: expected[one.request_id] for one in stay
+    }
+    check_idle(core)
+    assert run(core, [after]).tokens("after") == expected["after"]
 
 
 def test_non_finite_logits_end_one_request_only(engine: Path) -> None:

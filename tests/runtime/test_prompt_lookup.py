@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flint_runtime import prompt_lookup
 from flint_runtime.prompt_lookup import PromptLookup
 
 
@@ -51,3 +53,11 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
         lookup.extend([token])
         lookup.propose(4)
     assert time.monotonic() - started < 5
+
+
+def test_of_a_long_prompt_the_end_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_lookup, "_MOST_TOKENS", 6)
+    lookup = PromptLookup([1, 2, 3, 4, 5, 9, 9, 4, 5])
+    assert lookup.propose(2) == [9, 9]
+    lookup.extend([1, 2])
+    assert lookup.propose(1) == [], "what followed 1, 2 is not indexed"

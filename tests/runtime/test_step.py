@@ -41,12 +41,12 @@ def two_parts() -> list[SequencePart]:
 
 
 def test_build_step() -> None:
-    step = build_step(two_parts(), table_width=4)
+    step = build_step(two_parts())
     assert step.token_ids.tolist() == [4, 5, 6, 7, 8]
     assert step.positions.tolist() == [62, 63, 64, 0, 1]
     assert step.query_start.tolist() == [0, 3, 5]
     assert step.seq_lens.tolist() == [65, 2]
-    assert step.page_table.tolist() == [[3, 1, 0, 0], [5, 0, 0, 0]]
+    assert step.page_table.tolist() == [[3, 1], [5, 0]]
     assert step.ring_slot.tolist() == [2, 0]
     assert step.logits_rows.tolist() == [0, 2, 4]
     assert step.temperature.tolist() == [0.0, 0.5, 0.0]
@@ -58,6 +58,8 @@ def test_build_step() -> None:
     assert step.sample_flags.tolist() == [0, 0, 0]
     for phase in PHASES:
         check_step(step, phase, NANO, LIMITS, POOLS)
+    table = np.array([[3, 1, 9], [5, 9, 9]], np.int32)
+    assert build_step(two_parts(), table).page_table is table
 
 
 def test_bias_mask_and_forced_tokens() -> None:

@@ -104,6 +104,13 @@ def test_the_thinking_part_is_free() -> None:
     assert not EOS & allowed(grammar) and matches(grammar, "yes") and grammar.finished
 
 
+def test_a_parser_that_has_given_up_ends_no_answer() -> None:
+    """So that the request ends with an error, not with half a text."""
+    grammar = COMPILER.compile(StructuredOutputsParams(regex="[a-f]{3}"))
+    assert not grammar.accept(TOKENIZER.encode("z")[0])
+    assert not grammar.finished and not allowed(grammar)
+
+
 def test_requests_do_not_share_a_state() -> None:
     """The second request gets the grammar from the cache."""
     params = StructuredOutputsParams(choice=["ab"])

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime.config import ModelConfig
 from flint_runtime.executors.graph_file import GraphFile
 from flint_runtime.executors.host_library import DYNAMIC, HostGraph, HostLibrary
 from flint_runtime.executors.staging import page_table_columns
-from flint_runtime.manifest import Limits, Phase, ring_tokens
+from flint_runtime.manifest import Limits, Phase
+from flint_runtime.memory import MemoryPlan
 
 ARENA_OUTPUTS = frozenset({"logits"})
 """Graph outputs that stay in the arena: large, and rarely asked for."""
 
-_MAX_ELEMENTS = 2**31 - 1
-"""Of one tensor: TensorRT counts them in 32 bits, and the kernels may, too."""
-
 
 def size_ranges(config: ModelConfig, limits: Limits, phase: Phase) -> dict[str, tuple[int, int, int]]:
     """Least, usual and greatest value of every size that varies, by its name in the graph file."""
-    page = config.num_key_value_heads * 2 * PAGE_TOKENS * config.head_dim
-    slot = config.num_key_value_heads * 2 * ring_tokens(config.sliding_window) * config.head_dim
+    plan = MemoryPlan(config, 0, limits)
     batch, columns = limits.max_batch, page_table_columns(limits)
     prefill = phase == "prefill"
     tokens = limits.prefill_chunk if prefill else limits.decode_tokens
@@ -32,9 +28,9 @@ def size_ranges(config: ModelConfig, limits: Limits, phase: Phase) -> dict[str, 
         "B+1": (2, 2, batch + 1),
         "P": (1, columns, columns),
         "R": (1, 1, rows),
-        "pages": (1, max(1, min(columns, _MAX_ELEMENTS // page)), _MAX_ELEMENTS // page),
-        "slots": (1, batch, _MAX_ELEMENTS // slot),
-        "sample_slots": (1, batch, _MAX_ELEMENTS // config.vocab_size),
+        "pages": (1, max(1, min(columns, plan.most_pages)), plan.most_pages),
+        "slots": (1, batch, plan.most_slots),
+        "sample_slots": (1, batch, plan.most_sample_slots),
     }
 
 

@@ -73,8 +73,7 @@ class SequencePart(NamedTuple):
     """In the vocabulary, or `from_slot`."""
     start: int
     pages: Sequence[int] | Int32
-    """Pages of the global pool, in order of the positions they hold; must cover start + len(token_ids). An array is
-    copied faster than a list."""
+    """Pages of the global pool, in order of the positions they hold; must cover start + len(token_ids)."""
     ring_slot: int
     rows: Sequence[tuple[int, RowSampling]] = ()
     """Tokens (index in token_ids, negative from the end) whose logits are wanted, and how to draw from them."""
@@ -177,12 +176,12 @@ def step_block(tokens: int, sequences: int, rows: int) -> tuple[Block, struct.St
     return block, struct.Struct("".join(form))
 
 
-def build_step(parts: Sequence[SequencePart], table_width: int | None = None) -> Step:
+def build_step(parts: Sequence[SequencePart], page_table: Int32 | None = None) -> Step:
     """Pack what several sequences contribute into one step.
 
     Args:
         parts: one per sequence, in the order of their rows.
-        table_width: columns of the page table; the longest list of pages if None.
+        page_table: [B, P], where the caller has the parts' pages as an array already; not to be written to any more.
     Raises:
         StepError: a number does not fit 32 bits.
     """
@@ -190,27 +189,35 @@ def build_step(parts: Sequence[SequencePart], table_width: int | None = None) ->
     positions: list[int] = []
     query_start, seq_lens, logits_rows = [0], [], []
     draws: list[RowSampling] = []
-    most_new, covered = 0, True
+    first, covered = 0, True
     for new, start, pages, _, rows in parts:
-        first, count = len(token_ids), len(new)
+        count = len(new)
         end = start + count
         token_ids += new
         positions += range(start, end)
-        query_start.append(first + count)
         seq_lens.append(end)
-        most_new = max(most_new, count)
-        covered = covered and len(pages) * PAGE_TOKENS >= end
+        if len(pages) * PAGE_TOKENS < end:
+            covered = False
         for index, how in rows:
             logits_rows.append(first + range(count)[index])
             draws.append(how)
+        first += count
+        query_start.append(first)
+    most_new = max([len(part.token_ids) for part in parts], default=0)
     ring_slots = [part.ring_slot for part in parts]
     block, packer = step_block(len(token_ids), len(parts), len(draws))
     columns: Iterable[Sequence[Any]] = zip(*draws, strict=True) if draws else itertools.repeat(())
     values: dict[str, Sequence[Any]] = dict(zip(RowSampling._fields, columns, strict=False))
-    flags = zip(values["use_bias"], values["use_mask"], strict=True)
-    values["sample_flags"] = [USE_BIAS * bias | USE_MASK * mask for bias, mask in flags]
-    values["seed"] = [word & 0xFFFFFFFF for pair in values["seed"] for word in pair]
+    flags = [0] * len(draws)
+    if True in values["use_bias"] or True in values["use_mask"]:
+        pairs = zip(values["use_bias"], values["use_mask"], strict=True)
+        flags = [USE_BIAS * bias | USE_MASK * mask for bias, mask in pairs]
+    seeds = list(itertools.chain.from_iterable(values["seed"]))
+    if draws and min(seeds) < 0:
+        seeds = [word & 0xFFFFFFFF for word in seeds]
     values |= {
+        "seed": seeds,
+        "sample_flags": flags,
         "token_ids": token_ids,
         "positions": positions,
         "query_start": query_start,
@@ -222,8 +229,10 @@ def build_step(parts: Sequence[SequencePart], table_width: int | None = None) ->
         data = packer.pack(*itertools.chain.from_iterable([values[name] for name in block.arrays]))
     except (struct.error, OverflowError) as error:
         raise StepError(f"a number of a step does not fit 32 bits: {error}") from None
-    step = Step(page_table=_page_table(parts, table_width), **_views(block, data))
-    has_slots = not any(map(_lacks_slot, values["sample_flags"], values["sample_slot"]))
+    table = _page_table(parts) if page_table is None else page_table
+    table.setflags(write=False)
+    step = Step(page_table=table, **_views(block, data))
+    has_slots = NO_SLOT not in values["sample_slot"] or not any(map(_lacks_slot, flags, values["sample_slot"]))
     sound = covered and has_slots and len(set(ring_slots)) == len(ring_slots)
     object.__setattr__(step, "packed", Packed(np.frombuffer(data, np.int32), most_new, sound))
     return step
@@ -233,13 +242,10 @@ def _lacks_slot(flags: int, sample_slot: int) -> bool:
     return bool(flags) and sample_slot == NO_SLOT
 
 
-def _page_table(parts: Sequence[SequencePart], width: int | None) -> Int32:
-    if width is None:
-        width = max(1, *(len(part.pages) for part in parts))
-    table = np.zeros((len(parts), width), np.int32)
+def _page_table(parts: Sequence[SequencePart]) -> Int32:
+    table = np.zeros((len(parts), max([1, *(len(part.pages) for part in parts)])), np.int32)
     for index, part in enumerate(parts):
         table[index, : len(part.pages)] = part.pages
-    table.setflags(write=False)
     return table
 
 

@@ -30,15 +30,13 @@ from flint_runtime.kv_cache.sizing import KVCacheConfig
 class BlockTable:
     """One sequence's place in the pools."""
 
-    __slots__ = ("cached_tokens", "node", "num_registered", "page_row", "pages", "rolling", "shared_tokens", "slot")
+    __slots__ = ("cached_tokens", "node", "num_registered", "pages", "rolling", "shared_tokens", "slot")
 
     def __init__(self, slot: int, pages: list[int], node: PrefixNode) -> None:
         self.slot = slot
         """Of the sliding pool, and of the sampling states."""
         self.pages = pages
         """In order of the tokens they hold."""
-        self.page_row: npt.NDArray[np.int32]
-        """The same as an array."""
         self.node = node
         """The prefix of the full pages that are registered."""
         self.num_registered = 0
@@ -160,18 +158,27 @@ class KVCacheManager:
         self._slots.append(table.slot)
         self.releases += 1
 
-    def forget(self, table: BlockTable) -> None:
-        """What a sequence computed must not be used again; what it found may."""
+    def forget(self, table: BlockTable, *, found: bool) -> None:
+        """What a sequence computed must not be used again.
+
+        Args:
+            found: nor anything else that is cached of its prefix, whoever computed it.
+        """
         own = set(table.pages)
         node = table.node
-        for _ in range(table.num_registered - table.cached_tokens // PAGE_TOKENS):
+        for _ in range(table.num_registered - (0 if found else table.cached_tokens // PAGE_TOKENS)):
             self._drop_snapshot(node)
-            if node.page in own:
+            if node.page in own or (found and node.page != NONE):
                 self.pool.forget(node.page)
                 del self._node_of[node.page]
                 node.page = NONE
             assert node.parent is not None
             node = node.parent
+
+    def page_table(self, tables: Sequence[BlockTable]) -> npt.NDArray[np.int32]:
+        """Pages of each, [B, P] with P the most of any; what lies behind a sequence's last page means nothing."""
+        width = max([1, *[len(table.pages) for table in tables]])
+        return self._page_table[[table.slot for table in tables], :width]
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Slots to copy (from, to) before the next step, one after the other."""
@@ -248,9 +255,7 @@ class KVCacheManager:
     def _extend(self, table: BlockTable, count: int) -> None:
         first = len(table.pages)
         table.pages += self.pool.allocate(count)
-        row = self._page_table[table.slot]
-        row[first : first + count] = table.pages[first:]
-        table.page_row = row[: len(table.pages)]
+        self._page_table[table.slot, first : first + count] = table.pages[first:]
 
     def _drop_snapshot(self, node: PrefixNode) -> None:
         if node.snapshot != NONE:

@@ -46,7 +46,7 @@ def choose_kv_cache(
     max_model_len: int | None = None,
     enable_prefix_caching: bool = True,
 ) -> KVCacheConfig:
-    """Choose the sizes of the pools.
+    """Choose the sizes of the pools: all of the memory, as far as a tensor of that size may be.
 
     Args:
         available_bytes: memory for all states; None for as much as a small host has.
@@ -82,10 +82,11 @@ def choose_kv_cache(
     snapshots = 0
     if enable_prefix_caching and plan.slot_bytes:
         spare_bytes = min(left // _SNAPSHOT_SHARE, left - needed * plan.page_bytes)
-        snapshots = min(_SNAPSHOTS_PER_SEQUENCE * sequences, spare_bytes // plan.slot_bytes)
+        most = max(0, plan.most_slots - sequences)
+        snapshots = min(_SNAPSHOTS_PER_SEQUENCE * sequences, spare_bytes // plan.slot_bytes, most)
     pages, length = 1, max_model_len or limits.max_context
     if plan.page_bytes:
-        pages = (left - snapshots * plan.slot_bytes) // plan.page_bytes
+        pages = min(plan.most_pages, (left - snapshots * plan.slot_bytes) // plan.page_bytes)
         length = max_model_len or min(limits.max_context, pages * PAGE_TOKENS)
         if available_bytes is None:  # No more than can be of use, with as much again for prefixes.
             pages = min(pages, 2 * sequences * -(-length // PAGE_TOKENS))

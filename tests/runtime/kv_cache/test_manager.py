@@ -44,7 +44,7 @@ def leave(kv: KVCacheManager, tokens: list[int], snapshots: list[int]) -> list[i
 def test_a_prefix_needs_pages_and_a_snapshot() -> None:
     kv = KVCacheManager(SIZES)
     table = open_table(kv)
-    assert (table.cached_tokens, table.pages, kv.take_copies()) == (0, table.page_row.tolist(), [])
+    assert (table.cached_tokens, table.pages, kv.take_copies()) == (0, kv.page_table([table])[0].tolist(), [])
     kv.close(table)
     (slot,) = leave(kv, TOKENS, [128])
     table = open_table(kv)
@@ -91,7 +91,7 @@ def test_a_full_pool_gives_no_place() -> None:
     assert kv.open(TOKENS, reuse=True, headroom=0) is None
     assert kv.open(TOKENS[:190], reuse=True, headroom=1) is None
     assert not kv.grow(first, 64 * 9) and len(first.pages) == 5
-    assert kv.grow(first, 64 * 8) and len(first.page_row) == 8
+    assert kv.grow(first, 64 * 8) and len(first.pages) == 8
     kv.close(first)
     assert kv.gauges().pages_free == 8
 
@@ -148,7 +148,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     table = open_table(kv)
     kv.register(table, TOKENS, 300)
     kv.snapshot(table, 256, rolling=False)
-    kv.forget(table)
+    kv.forget(table, found=False)
     kv.close(table)
     gauges = kv.gauges()
     assert (gauges.pages_cached, gauges.pages_free, gauges.snapshots_used) == (0, 8, 0)
@@ -161,9 +161,21 @@ def test_what_was_found_is_not_forgotten() -> None:
     table = open_table(kv)
     kv.register(table, TOKENS, 300)
     kv.snapshot(table, 256, rolling=False)
-    kv.forget(table)
+    kv.forget(table, found=False)
     kv.close(table)
     assert open_table(kv).cached_tokens == 128
+
+
+def test_what_was_found_is_forgotten_where_it_may_be_wrong() -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [128])
+    table = open_table(kv)
+    assert table.cached_tokens == 128
+    kv.register(table, TOKENS, 300)
+    kv.forget(table, found=True)
+    kv.close(table)
+    gauges = kv.gauges()
+    assert (gauges.pages_cached, gauges.snapshots_used) == (0, 0) and not kv._root.children
 
 
 def test_nothing_is_kept_without_prefix_caching() -> None:
