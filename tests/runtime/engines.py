@@ -11,15 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flint_builder.checkpoint import open_checkpoint
-from flint_builder.graph import export_graph
-from flint_builder.repack import write_weights
-from flint_builder.weights import weight_files
 from flint_plugins.layout import LAYOUT_VERSION
 from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime.executors.base import Executor
 from flint_runtime.executors.reference import ReferenceExecutor
-from flint_runtime.executors.step import RowSampling, SequencePart, build_step
+from flint_runtime.executors.step import Float32, RowSampling, SequencePart, build_step
 from flint_runtime.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -31,7 +27,6 @@ from flint_runtime.manifest import (
     Phase,
     WeightFormat,
 )
-from tests.runtime.oracle import Logits
 
 
 def build_reference_engine(
@@ -41,6 +36,12 @@ def build_reference_engine(
 
     With a TensorRT backend it gets plans that tests.runtime.fake_tensorrt reads.
     """
+    # Here, because tests on a GPU share the rest of this file, and their machine need not read checkpoints.
+    from flint_builder.checkpoint import open_checkpoint
+    from flint_builder.graph import export_graph
+    from flint_builder.repack import write_weights
+    from flint_builder.weights import weight_files
+
     # A directory may hold both formats.
     wanted: WeightFormat = "nvfp4" if checkpoint.suffix == ".gguf" else "bf16"
     opened = open_checkpoint(str(checkpoint), weights=wanted, hf_config=config)
@@ -114,14 +115,14 @@ class Place:
         return SequencePart(token_ids, start, used, self.ring_slot, [(r, RowSampling()) for r in rows])
 
 
-def run_logits(executor: Executor, phase: Phase, parts: list[SequencePart]) -> Logits:
+def run_logits(executor: Executor, phase: Phase, parts: list[SequencePart]) -> Float32:
     """One step; the logits of its rows, [R, V]."""
     result = executor.run(phase, build_step(parts), logits=True)
     assert result.logits is not None
     return result.logits
 
 
-def feed(executor: Executor, place: Place, token_ids: Sequence[int], chunk: int, phase: Phase = "prefill") -> Logits:
+def feed(executor: Executor, place: Place, token_ids: Sequence[int], chunk: int, phase: Phase = "prefill") -> Float32:
     """Run a prompt in steps of `chunk` tokens and return the logits of every token, [T, V]."""
     steps = []
     for first in range(0, len(token_ids), chunk):
