@@ -57,13 +57,14 @@ format: plugins  ## Rewrite the sources in the project's style
 	find plugins \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' -o -name '*.c' \) -print0 \
 	  | xargs -0 $(BIN)/clang-format -i
 
-bench: plugins  ## Repacking speed and memory; the host's part of a step
+bench: plugins  ## Repacking speed and memory; the host's cost of a step
 	$(BIN)/python -m tests.bench.bench_repack
+	$(BIN)/python -m tests.bench.bench_host
 	$(BIN)/python -m tests.bench.bench_core
 
-bench-gpu: plugins  ## Whole steps of the full-size model on this machine's GPU (needs torch with CUDA)
+bench-gpu: plugins  ## The full-size model and its ops on this machine's GPU (needs torch with CUDA)
 	$(BIN)/python -m tests.bench.full_size build/skeleton
-	$(BIN)/python -m tests.bench.bench_gpu --skeleton build/skeleton --weights nvfp4 bf16 --sample --load \
+	$(BIN)/python -m tests.bench.bench_gpu --skeleton build/skeleton --weights nvfp4 bf16 --ops --sample --load \
 	  --commit $$(git rev-parse --short HEAD) --out tests/bench/results
 	$(BIN)/python -m tests.bench.bench_serving --skeleton build/skeleton --commit $$(git rev-parse --short HEAD) \
 	  --out tests/bench/results

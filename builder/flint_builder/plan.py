@@ -129,8 +129,8 @@ def build_plan(
         embed_plugins: put the library into the plan, so that loading the plan needs no library file.
         on_message: receives TensorRT's messages.
     Returns:
-        The serialised plan; the same arguments give the same bytes. It holds no weights, because they are inputs of
-        the graph.
+        The serialised plan. It holds no weights, because they are inputs of the graph. TensorRT-RTX 1.7 gives tensors
+        between nodes other numbers in each build, so plans of several nodes differ in these bytes, not in length.
     Raises:
         UnsupportedError: the backend, target, GPU or plugin library does not serve. FlintError: the graph or a profile
             contradicts itself or the ops' schemas, or TensorRT failed; quotes the plugins' and TensorRT's messages.
@@ -260,7 +260,7 @@ class _Session:
         self.messages.clear()
         self.on_message = on_message
         try:
-            # One builder per plan: it numbers its networks in the plan, which would else differ from build to build.
+            # One builder per plan: it numbers its networks, and the number goes into the plan.
             builder = self.trt.Builder(self.logger)
             network = builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
             parser = self.trt.OnnxParser(network, self.logger)

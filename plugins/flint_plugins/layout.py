@@ -4,10 +4,12 @@ A weight [N, K] (N a multiple of 16, K of 64) becomes N / 16 panels of 16 rows. 
 columns; in a tile, lane l of a warp (g = l / 4, t = l % 4) owns columns 16t to 16t + 15 of rows g and g + 8: what it
 feeds into the A operand of four m16n8k16 matrix instructions, or of wgmma with A in registers. The order of K inside a
 tile is free as long as the activations use the same, so that the 16 values under one NVFP4 block scale stay with one
-lane and the 8 bytes in which GGUF stores them move unchanged.
+lane and the 8 bytes in which GGUF stores them stay together.
 
 NVFP4 panel, 9 * K bytes, int8 [N / 16, 9 * K]:
-    codes   [K / 64 tiles][32 lanes][row g, row g + 8][8 bytes as in GGUF: byte i = value i | value i + 8 << 4]
+    codes   [K / 64 tiles][32 lanes][row g, row g + 8][4 little-endian half words]
+            GGUF's byte i holds value i and, 4 bits up, value i + 8; half word h has the codes of bytes 2h and 2h + 1,
+            their 16 bits moved to where the kernels want them, `_BIT_ORDER`
     scales  [K / 64 / s groups][32 lanes][s tiles][row g, row g + 8] E4M3, s = gcd(4, K / 64):
             a lane reads the scales of s tiles in one load
 
@@ -15,7 +17,7 @@ BF16 panel, 16 * K elements, bfloat16 [N / 16, 16 * K]:
     [K / 64 tiles][4 instructions][32 lanes][8 values: the lane's A fragment]
     The fragment of instruction i is (row g, pair 0), (row g + 8, pair 0), (row g, pair 1), (row g + 8, pair 1), where
     pair 0 = columns (c, c + 2), pair 1 = (c + 8, c + 10) and c = 16t + (0, 1, 4, 5)[i]: the order in which masks and
-    shifts take the nibbles out of NVFP4 words, so both formats share one order of activations.
+    shifts take the codes out of NVFP4 words, so both formats share one order of activations.
 
 Gate and up are interleaved so that a lane holds both for one unit: panel p has gate rows 8p to 8p + 7 as its rows 0
 to 7 and the same up rows as its rows 8 to 15.
@@ -30,7 +32,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 PANEL_ROWS = 16
 TILE_COLUMNS = 64
 BLOCK_COLUMNS = 16
@@ -42,8 +44,17 @@ _PAIR_COLUMNS = (0, 2, 8, 10)
 # Column inside a lane's 16 of [instruction, pair, element of the pair].
 _COLUMN_ORDER = np.array([[c + p for p in _PAIR_COLUMNS] for c in _INSTRUCTION_COLUMNS]).reshape(4, 2, 2)
 
+_BIT_ORDER = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 14, 10, 11, 13)
+"""Where bit i of a half word of GGUF codes goes; a code is mantissa, two bits of exponent, sign.
+
+In BF16 a code's sign stands in bit 15, exponent and mantissa in bits 8 to 6. There the first code of the half word lies
+as it is; the next two need one shift to the left, by 3 and by 6 (a multiplication, which has an arithmetic unit of its
+own). The fourth has the bits that are left, chosen so that a shift to the right by 8 and one multiplication by
+1 + 2^5 + 2^10 bring all four of them to their places (plugins/kernels/panel.cuh).
+"""
+
 _SCRATCH_BYTES = 1 << 16
-"""What `pack_bf16` works on at once: small enough for a core's first caches."""
+"""What packing works on at once: small enough for a core's first caches."""
 
 UInt8 = npt.NDArray[np.uint8]
 UInt16 = npt.NDArray[np.uint16]
@@ -74,6 +85,17 @@ def split_gate_up(gate_up: npt.NDArray) -> tuple[npt.NDArray, npt.NDArray]:
     return gate, up
 
 
+def _move_bits(order: tuple[int, ...]) -> UInt16:
+    """Table of all half words with bit i moved to order[i]."""
+    word = np.arange(1 << 16, dtype=np.uint32)
+    moved = sum((word >> i & 1) << to for i, to in enumerate(order))
+    return np.asarray(moved, np.uint16)
+
+
+_SPREAD_CODES = _move_bits(_BIT_ORDER)
+_GATHER_CODES = _move_bits(tuple(_BIT_ORDER.index(i) for i in range(16)))
+
+
 def _scale_tiles(tiles: int) -> int:
     """K-tiles whose scales a lane reads at once."""
     return math.gcd(4, tiles)
@@ -98,8 +120,10 @@ def pack_nvfp4(blocks: UInt8, out: UInt8 | None = None) -> UInt8:
     flat = out.reshape(-1, panels, 9 * columns)
     source = blocks.reshape(-1, panels, 2, 8, tiles, GGUF_BLOCK_BYTES)  # [x, panel, half, g, tile, byte]
     codes = flat[..., : 8 * columns].view("V8").reshape(-1, panels, tiles, 8, 4, 2)  # 8 bytes, moved as one
-    words = source[..., 4:].view("V8")  # [x, panel, half, g, tile, t]
-    codes[...] = words.transpose(0, 1, 4, 3, 5, 2)
+    for x, panel in np.ndindex(codes.shape[:2]):
+        halves = np.ascontiguousarray(source[x, panel, ..., 4:]).view(np.uint16)
+        words = np.take(_SPREAD_CODES, halves).view("V8")  # [half, g, tile, t]
+        codes[x, panel] = words.transpose(2, 1, 3, 0)
     s = _scale_tiles(tiles)
     scales = flat[..., 8 * columns :].reshape(-1, panels, tiles // s, 8, 4, s, 2)
     scales[...] = source[..., :4].reshape(-1, panels, 2, 8, tiles // s, s, 4).transpose(0, 1, 4, 3, 6, 5, 2)
@@ -113,7 +137,8 @@ def unpack_nvfp4(packed: UInt8) -> UInt8:
     tiles, rows = columns // TILE_COLUMNS, panels * PANEL_ROWS
     flat = np.ascontiguousarray(packed).view(np.uint8).reshape(-1, panels, panel_bytes)
     blocks = np.empty((flat.shape[0], panels, 2, 8, tiles, GGUF_BLOCK_BYTES), np.uint8)
-    codes = flat[..., : 8 * columns].reshape(-1, panels, tiles, 8, 4, 2, 8)
+    halves = np.ascontiguousarray(flat[..., : 8 * columns]).view(np.uint16)
+    codes = np.take(_GATHER_CODES, halves).view(np.uint8).reshape(-1, panels, tiles, 8, 4, 2, 8)
     blocks[..., 4:] = codes.transpose(0, 1, 5, 3, 2, 4, 6).reshape(-1, panels, 2, 8, tiles, 32)
     s = _scale_tiles(tiles)
     scales = flat[..., 8 * columns :].reshape(-1, panels, tiles // s, 8, 4, s, 2)

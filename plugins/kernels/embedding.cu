@@ -26,6 +26,7 @@ __global__ void __launch_bounds__(kTHREADS)
         return;
     }
     uint4 const* const source = table + int64_t{token} * vectors;
+#pragma unroll 1 // a thread copies two vectors; unrolled for more, ptxas spills
     for (int64_t i = threadIdx.x; i < vectors; i += kTHREADS) {
         row[i] = __ldg(source + i);
     }

@@ -4,8 +4,6 @@
 #include "kernels/gemm_problem.h"
 #include "kernels/panel.cuh"
 
-#include <algorithm>
-
 namespace flint {
 
 namespace {
@@ -64,9 +62,9 @@ cudaError_t gemmDevice(WeightFormat format, GemmDevice& info) {
 }
 
 cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape,
-                              GemmCore core, int64_t max_groups, cudaStream_t stream) {
-    return format == WeightFormat::kNVFP4 ? launchGemmNvfp4(problem, epilogue, shape, core, max_groups, stream)
-                                          : launchGemmBf16(problem, epilogue, shape, core, max_groups, stream);
+                              int64_t max_groups, cudaStream_t stream) {
+    return format == WeightFormat::kNVFP4 ? launchGemmNvfp4(problem, epilogue, shape, max_groups, stream)
+                                          : launchGemmBf16(problem, epilogue, shape, max_groups, stream);
 }
 
 cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
@@ -95,16 +93,15 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
         }
         problem.segment_panels[i] = row > 0 ? static_cast<int32_t>(row / kPANEL_ROWS) : problem.panels;
     }
-    problem.round_gate_up = params.round_gate_up;
+    problem.round_gate_up = true;
     GemmDevice device;
     cudaError_t const status = gemmDevice(params.format, device);
     if (status != cudaSuccess) {
         return status;
     }
-    GemmShape const shape = params.shape == GemmShape::kAuto ? chooseShape(params, device.largest, device.processors)
-                                                             : std::max(params.shape, device.largest);
+    GemmShape const shape = chooseShape(params, device.largest, device.processors);
     int64_t const groups = ceilDiv(params.tokens, gemmShapeTokens(shape));
-    return launchGemmProblem(params.format, problem, params.epilogue, shape, params.core, groups, stream);
+    return launchGemmProblem(params.format, problem, params.epilogue, shape, groups, stream);
 }
 
 } // namespace flint

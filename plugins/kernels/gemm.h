@@ -18,29 +18,17 @@ enum class GemmEpilogue {
     kSwiGlu ///< gate/up panels in, act = r(g / (1 + exp(-g)) * u) out, ordered
 };
 
-/// Which tensor-core path to take; the tests and benchmarks compare them.
-enum class GemmCore {
-    kAuto, ///< wgmma where the GPU and the tile allow it
-    kMma   ///< mma.sync only
-};
-
-/// Tokens x rows of a block, from 128 x 256 down to 16 x 64.
-enum class GemmShape { kLarge, kMedium, kSmall, kTiny, kAuto };
-
 struct GemmParams {
     WeightFormat format;
     GemmEpilogue epilogue;
     void const* x;                   ///< [T, K] bf16, ordered, aligned to 16 bytes
     void const* weight;              ///< [N / 16, panel] packed, aligned to 16 bytes
     float const* scale;              ///< f32 [segments of rows], or [2] gate, up with kSwiGlu; nullptr for BF16
-    int64_t segment_row[2] = {0, 0}; ///< kStore: first rows of scale segments 1 and 2, multiples of 16; 0: none
     void* y;                         ///< kStore: [T, N] bf16 plain; kSwiGlu: [T, N / 2] bf16 ordered; 16-byte aligned
     int64_t tokens;                  ///< T
     int64_t rows;                    ///< N, a multiple of 16; of 128 with kSwiGlu
     int64_t columns;                 ///< K, a multiple of 64
-    bool round_gate_up = true;       ///< kSwiGlu: round gate and up to BF16 first (dense and shared MLP)
-    GemmCore core = GemmCore::kAuto;
-    GemmShape shape = GemmShape::kAuto;
+    int64_t segment_row[2] = {0, 0}; ///< kStore: first rows of scale segments 1 and 2, multiples of 16; 0: none
 };
 
 /// Returns cudaErrorInvalidValue for shapes outside the limits above, or where T * K reaches 2^31.

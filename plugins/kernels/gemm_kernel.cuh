@@ -142,8 +142,7 @@ cudaError_t launchGemmConfig(GemmProblem const& problem, int64_t maxGroups, cuda
 }
 
 template <WeightFormat F, GemmEpilogue E>
-cudaError_t launchGemmEpilogue(GemmProblem const& problem, GemmShape shape, GemmCore core, int64_t maxGroups,
-                               cudaStream_t stream) {
+cudaError_t launchGemmEpilogue(GemmProblem const& problem, GemmShape shape, int64_t maxGroups, cudaStream_t stream) {
     switch (shape) {
     case GemmShape::kTiny:
         return launchGemmConfig<GemmTiny<F, E>>(problem, maxGroups, stream);
@@ -152,7 +151,6 @@ cudaError_t launchGemmEpilogue(GemmProblem const& problem, GemmShape shape, Gemm
     case GemmShape::kMedium:
         return launchGemmConfig<GemmMedium<F, E>>(problem, maxGroups, stream);
     case GemmShape::kLarge:
-    case GemmShape::kAuto:
         break;
     }
     int device = 0, major = 0;
@@ -163,18 +161,18 @@ cudaError_t launchGemmEpilogue(GemmProblem const& problem, GemmShape shape, Gemm
     if (status != cudaSuccess) {
         return status;
     }
-    if (major == 9 && core == GemmCore::kAuto) {
+    if (major == 9) {
         return launchGemmConfig<GemmLargeWgmma<F, E>>(problem, maxGroups, stream);
     }
     return launchGemmConfig<GemmLarge<F, E>>(problem, maxGroups, stream);
 }
 
 template <WeightFormat F>
-cudaError_t launchGemmFormat(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, GemmCore core,
-                             int64_t maxGroups, cudaStream_t stream) {
+cudaError_t launchGemmFormat(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, int64_t maxGroups,
+                             cudaStream_t stream) {
     return epilogue == GemmEpilogue::kStore
-               ? launchGemmEpilogue<F, GemmEpilogue::kStore>(problem, shape, core, maxGroups, stream)
-               : launchGemmEpilogue<F, GemmEpilogue::kSwiGlu>(problem, shape, core, maxGroups, stream);
+               ? launchGemmEpilogue<F, GemmEpilogue::kStore>(problem, shape, maxGroups, stream)
+               : launchGemmEpilogue<F, GemmEpilogue::kSwiGlu>(problem, shape, maxGroups, stream);
 }
 
 } // namespace detail

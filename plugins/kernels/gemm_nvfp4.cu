@@ -3,9 +3,9 @@
 
 namespace flint {
 
-cudaError_t launchGemmNvfp4(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, GemmCore core,
-                            int64_t max_groups, cudaStream_t stream) {
-    return detail::launchGemmFormat<WeightFormat::kNVFP4>(problem, epilogue, shape, core, max_groups, stream);
+cudaError_t launchGemmNvfp4(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, int64_t max_groups,
+                            cudaStream_t stream) {
+    return detail::launchGemmFormat<WeightFormat::kNVFP4>(problem, epilogue, shape, max_groups, stream);
 }
 
 } // namespace flint

@@ -11,6 +11,9 @@
 
 namespace flint {
 
+/// Tokens x rows of a block, from 128 x 256 down to 16 x 64.
+enum class GemmShape { kLarge, kMedium, kSmall, kTiny };
+
 /// Consecutive positions of one expert's token list that a block handles together.
 struct GemmGroup {
     int32_t expert;
@@ -34,7 +37,7 @@ struct GemmProblem {
     int32_t panels;            ///< N / 16
     int32_t scale_stride;      ///< scales per expert
     int32_t segment_panels[2]; ///< first panels of scale segments 1 and 2
-    bool round_gate_up;
+    bool round_gate_up;        ///< kSwiGlu: round gate and up to BF16 first (dense and shared MLP)
 };
 
 /// Positions of a tile; its rows are in gemm_config.cuh.
@@ -50,11 +53,11 @@ struct GemmDevice {
 cudaError_t gemmDevice(WeightFormat format, GemmDevice& info);
 
 /// `max_groups` bounds the groups of a grouped problem, or counts the token tiles of a dense one.
-cudaError_t launchGemmNvfp4(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, GemmCore core,
-                            int64_t max_groups, cudaStream_t stream);
-cudaError_t launchGemmBf16(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, GemmCore core,
-                           int64_t max_groups, cudaStream_t stream);
+cudaError_t launchGemmNvfp4(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, int64_t max_groups,
+                            cudaStream_t stream);
+cudaError_t launchGemmBf16(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, int64_t max_groups,
+                           cudaStream_t stream);
 cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape,
-                              GemmCore core, int64_t max_groups, cudaStream_t stream);
+                              int64_t max_groups, cudaStream_t stream);
 
 } // namespace flint

@@ -17,16 +17,8 @@ cudaError_t launchLinear(LinearParams const& params, cudaStream_t stream) {
     if (cudaError_t const error = launchGemmOrder(order, stream); error != cudaSuccess) {
         return error;
     }
-    GemmParams product{};
-    product.format = params.format;
-    product.epilogue = GemmEpilogue::kStore;
-    product.x = params.workspace;
-    product.weight = params.weight;
-    product.scale = params.scale;
-    product.y = params.y;
-    product.tokens = params.tokens;
-    product.rows = params.rows;
-    product.columns = params.columns;
+    GemmParams const product{params.format, GemmEpilogue::kStore, params.workspace, params.weight, params.scale,
+                             params.y,      params.tokens,        params.rows,      params.columns};
     return launchGemm(product, stream);
 }
 

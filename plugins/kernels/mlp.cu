@@ -27,29 +27,20 @@ cudaError_t launchMlp(MlpParams const& params, cudaStream_t stream) {
         error != cudaSuccess) {
         return error;
     }
-    GemmParams up{};
-    up.format = params.format;
-    up.epilogue = GemmEpilogue::kSwiGlu;
-    up.x = x;
-    up.weight = params.gate_up;
-    up.scale = params.gate_up_scale;
-    up.y = act;
-    up.tokens = params.tokens;
-    up.rows = 2 * int64_t{params.intermediate};
-    up.columns = params.hidden;
+    GemmParams const up{params.format,
+                        GemmEpilogue::kSwiGlu,
+                        x,
+                        params.gate_up,
+                        params.gate_up_scale,
+                        act,
+                        params.tokens,
+                        2 * int64_t{params.intermediate},
+                        params.hidden};
     if (cudaError_t const error = launchGemm(up, stream); error != cudaSuccess) {
         return error;
     }
-    GemmParams down{};
-    down.format = params.format;
-    down.epilogue = GemmEpilogue::kStore;
-    down.x = act;
-    down.weight = params.down;
-    down.scale = params.down_scale;
-    down.y = params.out;
-    down.tokens = params.tokens;
-    down.rows = params.hidden;
-    down.columns = params.intermediate;
+    GemmParams const down{params.format, GemmEpilogue::kStore, act,           params.down,        params.down_scale,
+                          params.out,    params.tokens,        params.hidden, params.intermediate};
     return launchGemm(down, stream);
 }
 

@@ -50,29 +50,15 @@ Workspace carve(Carver& carver, int64_t tokens, int64_t hidden, int64_t experts,
 }
 
 cudaError_t launchShared(MoeParams const& params, Workspace const& work, cudaStream_t stream) {
-    GemmParams up{};
-    up.format = params.format;
-    up.epilogue = GemmEpilogue::kSwiGlu;
-    up.x = work.x;
-    up.weight = params.shared_up;
-    up.scale = params.shared_up_scale;
-    up.y = work.shared_act;
-    up.tokens = params.tokens;
-    up.rows = 2 * int64_t{params.shared};
-    up.columns = params.hidden;
+    GemmParams const up{params.format,    GemmEpilogue::kSwiGlu,      work.x,
+                        params.shared_up, params.shared_up_scale,     work.shared_act,
+                        params.tokens,    2 * int64_t{params.shared}, params.hidden};
     if (cudaError_t const error = launchGemm(up, stream); error != cudaSuccess) {
         return error;
     }
-    GemmParams down{};
-    down.format = params.format;
-    down.epilogue = GemmEpilogue::kStore;
-    down.x = work.shared_act;
-    down.weight = params.shared_down;
-    down.scale = params.shared_down_scale;
-    down.y = work.shared_out;
-    down.tokens = params.tokens;
-    down.rows = params.hidden;
-    down.columns = params.shared;
+    GemmParams const down{
+        params.format,   GemmEpilogue::kStore, work.shared_act, params.shared_down, params.shared_down_scale,
+        work.shared_out, params.tokens,        params.hidden,   params.shared};
     return launchGemm(down, stream);
 }
 

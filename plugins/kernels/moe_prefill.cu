@@ -131,9 +131,7 @@ cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream
     if (status != cudaSuccess) {
         return status;
     }
-    GemmShape const shape = params.shape == GemmShape::kAuto ? chooseShape(params, device.largest)
-                            : params.shape < device.largest  ? device.largest
-                                                             : params.shape;
+    GemmShape const shape = chooseShape(params, device.largest);
     Workspace const work(params.workspace, params.tokens, params.num_experts, params.hidden, params.intermediate);
 
     MoeSortParams sort{};
@@ -167,7 +165,7 @@ cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream
     up.panels = static_cast<int32_t>(2 * params.intermediate / kPANEL_ROWS);
     up.scale_stride = 2;
     up.round_gate_up = false;
-    status = launchGemmProblem(params.format, up, GemmEpilogue::kSwiGlu, shape, params.core, maxGroups, stream);
+    status = launchGemmProblem(params.format, up, GemmEpilogue::kSwiGlu, shape, maxGroups, stream);
     if (status != cudaSuccess) {
         return status;
     }
@@ -183,7 +181,7 @@ cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream
     down.panels = static_cast<int32_t>(params.hidden / kPANEL_ROWS);
     down.scale_stride = 1;
     down.segment_panels[0] = down.segment_panels[1] = down.panels;
-    status = launchGemmProblem(params.format, down, GemmEpilogue::kStore, shape, params.core, maxGroups, stream);
+    status = launchGemmProblem(params.format, down, GemmEpilogue::kStore, shape, maxGroups, stream);
     if (status != cudaSuccess) {
         return status;
     }

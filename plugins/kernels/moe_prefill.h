@@ -26,8 +26,6 @@ struct MoePrefillParams {
     int64_t hidden;             ///< H, a multiple of 64
     int64_t num_experts;        ///< E, up to 512
     int64_t intermediate;       ///< I, a multiple of 64
-    GemmCore core = GemmCore::kAuto;
-    GemmShape shape = GemmShape::kAuto;
 };
 
 /// Grows with T. Most of it is the experts' outputs: 12 T H bytes.

@@ -93,18 +93,8 @@ cudaError_t project(QkvParams const& params, bf16* raw, bf16* x, cudaStream_t st
                                    true, params.tokens, params.hidden, rows, {kRow, vRow}};
         return launchLinearDecode(product, stream);
     }
-    GemmParams product{};
-    product.format = params.format;
-    product.epilogue = GemmEpilogue::kStore;
-    product.x = x;
-    product.weight = params.weight;
-    product.scale = params.scale;
-    product.segment_row[0] = kRow;
-    product.segment_row[1] = vRow;
-    product.y = raw;
-    product.tokens = params.tokens;
-    product.rows = rows;
-    product.columns = params.hidden;
+    GemmParams const product{params.format, GemmEpilogue::kStore, x,    params.weight, params.scale,
+                             raw,           params.tokens,        rows, params.hidden, {kRow, vRow}};
     return launchGemm(product, stream);
 }
 

@@ -165,7 +165,7 @@ __device__ void recordTokens(SampleParams const& params, Groups const& groups) {
 
 /// Grid (ranks * R), clusters of `ranks`. Rank 0 does all of a row that has a short list; the others help if it has
 /// none.
-__global__ void __launch_bounds__(kTHREADS, 2)
+__global__ void __launch_bounds__(kTHREADS, 1) // two blocks' registers would not do without spills
     sampleDrawKernel(SampleParams const __grid_constant__ params, Groups const __grid_constant__ groups, int ranks) {
     __shared__ DrawKernelShared shared;
     __shared__ Row source;

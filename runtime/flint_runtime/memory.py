@@ -91,18 +91,25 @@ class MemoryPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Activations of the largest step, logits and sampling states: an estimate from the graph's tensors.
+        """Activations and scratch of the node of the largest prefill step that needs most, an estimate.
 
-        Live at once per token: delta and residual in and out, q, k, v and the attention output, and per chosen expert
-        its input, activation and FP32 partial result.
+        A layer's nodes have delta and residual in and out. NormQkvRope holds normed rows, the raw projection and q;
+        NormMlp normed rows and activations; NormMoe normed rows, the shared expert's activations and output, logits
+        and, per chosen expert, an activation and an output. The LM head has its inputs and the FP32 logits.
         """
         c, limits = self.config, self.limits
-        heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-        experts = c.num_experts_per_tok * (c.moe_intermediate_size * _BF16_BYTES + c.hidden_size * 4)
-        token = (4 * c.hidden_size + heads + c.intermediate_size) * _BF16_BYTES + experts
-        tokens = max(limits.prefill_chunk, limits.decode_tokens)
-        logits = limits.logits_rows * c.vocab_size * 4
-        return tokens * token + logits + limits.max_batch * self.sample_slot_bytes
+        hidden, chosen, kv_heads = c.hidden_size, c.num_experts_per_tok, c.num_key_value_heads
+        qkv = hidden + 2 * (c.num_attention_heads + kv_heads) * c.head_dim
+        mlp = hidden + c.intermediate_size
+        moe = 2 * hidden + c.shared_expert_intermediate_size + chosen * (c.moe_intermediate_size + hidden)
+        layer = 4 * hidden + max(qkv, mlp, moe + 2 * c.num_experts)
+        head = 2 * hidden * limits.prefill_chunk * _BF16_BYTES + limits.logits_rows * c.vocab_size * 4
+        return max(layer * limits.prefill_chunk * _BF16_BYTES, head)
+
+    @property
+    def sampling_bytes(self) -> int:
+        """Sampling states of as many sequences as a step takes."""
+        return self.limits.max_batch * self.sample_slot_bytes
 
     def kv_bytes(self, context: int, sequences: int = 1) -> int:
         """KV memory of `sequences` sequences of `context` tokens each."""
@@ -111,7 +118,7 @@ class MemoryPlan:
 
     def total_bytes(self, context: int, sequences: int = 1) -> int:
         """Everything, for `sequences` sequences of `context` tokens each."""
-        return self.weight_bytes + self.workspace_bytes + self.kv_bytes(context, sequences) + _RESERVED_BYTES
+        return sum(self.components(context, sequences).values())
 
     def largest_context(self, memory_bytes: int, sequences: int = 1) -> int:
         """Longest context in tokens, at most the engine's, that fits `memory_bytes`; 0 where not even one page does."""
@@ -123,12 +130,13 @@ class MemoryPlan:
         return min(self.limits.max_context, free // (sequences * self.page_bytes) * PAGE_TOKENS)
 
     def components(self, context: int, sequences: int = 1) -> dict[str, int]:
-        """The table behind `total_bytes`: component -> bytes."""
+        """Component -> bytes."""
         pages = -(-context // PAGE_TOKENS)
         return {
             "weights": self.weight_bytes,
             "KV cache, full layers": sequences * pages * self.page_bytes,
             "KV cache, sliding layers": sequences * self.slot_bytes,
+            "sampling states": self.sampling_bytes,
             "workspace (estimate)": self.workspace_bytes,
             "CUDA context (estimate)": _RESERVED_BYTES,
         }

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flint_builder.weights import EngineTensor, WeightFile, weight_files
 from flint_plugins.layout import LAYOUT_VERSION
+from flint_runtime.executors.graph_file import GraphFile, load_graph, parse_graph
 from flint_runtime.manifest import (
     FORMAT_VERSION,
     LIBRARY_NAME,
@@ -22,6 +24,7 @@ from flint_runtime.manifest import (
     FileEntry,
     Limits,
     Manifest,
+    Phase,
     WeightFormat,
 )
 from tests.shapes import FLINT
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(max_batch=64, max_context=262144, prefill_chunk=8192)
 ROUTER = "f32"
+ENVIRONMENT_VARIABLE = "FLINT_SKELETON"
+"""Names a folder that this module wrote elsewhere, for machines without the builder's libraries."""
 _SAFETENSORS_TYPES = {"bf16": "BF16", "f32": "F32", "i8": "I8"}
 
 
@@ -47,6 +52,15 @@ def write_skeleton(directory: Path, weights: WeightFormat) -> None:
     for phase in PHASES:
         model = export_graph(FLINT, weights, files(weights), LIMITS, phase).model
         (directory / "graph" / f"{phase}.onnx").write_bytes(model.SerializeToString())
+
+
+def graph_file(weights: WeightFormat, phase: Phase) -> GraphFile:
+    """One of the full-size engine's graphs: from the skeleton that FLINT_SKELETON names, or made on the spot."""
+    if skeleton := os.environ.get(ENVIRONMENT_VARIABLE):
+        return load_graph(Path(skeleton) / weights / "graph" / f"{phase}.onnx")
+    from flint_builder.graph import export_graph
+
+    return parse_graph(export_graph(FLINT, weights, files(weights), LIMITS, phase).model)
 
 
 def complete(directory: Path, weights: WeightFormat, architecture: str, library: Path, version: str) -> None:

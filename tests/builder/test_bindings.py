@@ -47,8 +47,18 @@ def test_bindings_of_the_network(phase: Phase, weights: WeightFormat, library: P
     tensors = [(True, network.get_input(i)) for i in range(network.num_inputs)]
     tensors += [(False, network.get_output(i)) for i in range(network.num_outputs)]
     found: dict[str, TensorInfo] = {t.name: (is_input, t.dtype.name, tuple(t.shape)) for is_input, t in tensors}
-    assert not binding_problems(expected_bindings(parse_graph(exported.model)), found)
+    expected = expected_bindings(parse_graph(exported.model))
+    assert not binding_problems(expected, found)
     assert set(DATA_TYPES.values()) <= set(trt.DataType.__members__)
+    # What of a plan can be seen without a GPU: the names are in it.
+    built = plan.build_plan(
+        exported.model.SerializeToString(),
+        backend="tensorrt-rtx",
+        targets=("sm120",),
+        library=library,
+        profiles=[exported.profile],
+    )
+    assert not [name for name in expected if name.encode() not in built]
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from flint_plugins.library import find_library
 from flint_plugins.ops import OPS, DType, FieldValue
 from flint_runtime.executors.host_library import HostGraph, HostLibrary
+from tests.gpu.cuda_graph import CudaGraph
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -174,47 +176,58 @@ def run_op(
     return op()
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bytes; NaN equals itself."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+class Timing(NamedTuple):
+    """Of one run of an op, in milliseconds, and the kernels that it launches."""
+
+    median_ms: float
+    p95_ms: float
+    kernels: int
+
+
 def time_op(
     op_name: str,
     fields: Mapping[str, FieldValue],
-    inputs: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+    inputs: Sequence[Mapping[str, Tensor]],
     *,
     samples: int = 50,
-    replays: int = 20,
-    warmup: int = 5,
-) -> float:
-    """Median milliseconds of one run, over CUDA graph replays.
+    runs: int = 40,
+) -> Timing:
+    """Time an op: runs on several inputs in turn stand in one CUDA graph, as in a step, which is timed by CUDA events.
 
     Args:
-        inputs: one set, or several that are used in turn, so that L2 does not serve what DRAM must.
-        samples: timings that the median is taken of; each is of `replays` runs behind one another, by CUDA events.
-        warmup: untimed rounds.
+        inputs: sets that are used in turn; together larger than L2, or it serves what DRAM must.
+        samples: replays of the graph that the median is taken of, after three that do not count.
+        runs: of the op in the graph, at least.
     Raises:
         RuntimeError: with the plugin's message.
     """
-    sets = [inputs] if isinstance(inputs, Mapping) else list(inputs)
-    ops = [Op(op_name, fields, one, use_graph=True) for one in sets]
-    stream = _stream()
+    ops = [Op(op_name, fields, one) for one in inputs]
+    rounds, stream = -(-runs // len(ops)), _stream()
     stream.wait_stream(torch.cuda.current_stream())
     for op in ops:
-        for _ in range(2):  # Eager, then captured.
-            op.launch(stream)
+        op.launch(stream)  # Loads the modules.
     stream.synchronize()
+    graph = CudaGraph(stream.cuda_stream, lambda: [op.launch(stream) for _ in range(rounds) for op in ops])
+    count = rounds * len(ops)
     times = []
-    runs = 0
-    for sample in range(warmup + samples):
+    for sample in range(3 + samples):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
-        for _ in range(replays):
-            ops[runs % len(ops)].launch(stream)
-            runs += 1
+        graph.replay()
         end.record(stream)
         end.synchronize()
-        if sample >= warmup:
-            times.append(begin.elapsed_time(end) / replays)
+        if sample >= 3:
+            times.append(begin.elapsed_time(end) / count)
+    graph.close()
     for op in ops:
         op.check_guards()
-    return statistics.median(times)
+    times.sort()
+    return Timing(statistics.median(times), times[int(0.95 * (len(times) - 1))], graph.kernels // count)
 
 
 @functools.cache

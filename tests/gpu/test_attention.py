@@ -225,7 +225,7 @@ def paged_pool(parts: Sequence[Part], kv_heads: int, seed: int) -> tuple[Tensor,
 
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 256, 257, *range(511, 516), *range(1024, 1031))
 CONTEXTS = (*EDGES, 4096, 100_000, 262_144)
-CHUNKS = (1, 7, 33, 64, 513, 2048, 8192)
+CHUNKS = (1, 2, 3, 7, 8, 9, 33, 64, 513, 2048, 8192)
 PRIOR = (0, 1, 512, 1000)
 
 
@@ -307,6 +307,19 @@ def test_a_needle_at_the_window_edge(phase: str, length: int) -> None:
 @pytest.mark.parametrize("attention", ["full", "sliding"])
 def test_prefill(attention: str, prior: int, chunk: int) -> None:
     make_case(attention, "prefill", [(prior, chunk)]).check()
+
+
+@pytest.mark.parametrize(("prior", "chunk"), [(4096 - 8, 9), (100_000 - 513, 513), (262_144 - 65, 65)])
+@pytest.mark.parametrize("attention", ["full", "sliding"])
+def test_prefill_behind_a_long_context(attention: str, prior: int, chunk: int) -> None:
+    make_case(attention, "prefill", [(prior, chunk)]).check()
+
+
+@pytest.mark.parametrize("sink", [-20.0, 6.0, 12.0])
+@pytest.mark.parametrize("attention", ["full", "sliding"])
+def test_prefill_counts_the_sink(attention: str, sink: float) -> None:
+    """K4: whatever path prefill takes, it knows sinks."""
+    make_case(attention, "prefill", [(0, 1), (3, 40), (700, 300)], sink=sink).check()
 
 
 @pytest.mark.parametrize("chunk", [1, 512, 513, 514, 527, 528, 529, 1027])

@@ -240,6 +240,40 @@ def test_penalties_count_as_in_the_reference(case: Case) -> None:
     assert drawn[0] == drawn[1]
 
 
+def test_decode_bits_are_the_same_alone_and_in_a_batch(case: Case) -> None:
+    """Through the executor: steps of two to eight tokens share their kernels."""
+    host, lengths = case.host, [29, 64, 33, 90]
+    sequences = [Sequence(host, index) for index in range(MAX_BATCH)]
+    for sequence, prompt, length in zip(sequences, case.prompts, lengths, strict=False):
+        run(host, "prefill", [sequence.part(prompt[:length])])
+
+    def decode(indices: list[int]) -> Logits:
+        for index in indices:
+            sequences[index].length = lengths[index]
+        parts = [sequences[i].part(case.prompts[i][lengths[i] : lengths[i] + 2], every=True) for i in indices]
+        logits = run(host, "decode", parts).logits
+        assert logits is not None
+        return logits
+
+    together = decode([0, 1, 2, 3])
+    for index in range(MAX_BATCH):
+        assert decode([index]).tobytes() == together[2 * index : 2 * index + 2].tobytes()
+    assert decode([2, 1]).tobytes() == together[[4, 5, 2, 3]].tobytes()
+
+
+def test_the_last_tokens_of_the_context(case: Case) -> None:
+    """K7: at the limit and one below it is served, one above is refused."""
+    limit = case.host.limits.max_context
+    text = [token for prompt in nano_prompts() for token in prompt][: limit + 1]
+    sequence = Sequence(case.host)
+    feed(case.host, text[: limit - 2], PREFILL_CHUNK, sequence)
+    found = [run(case.host, "decode", [sequence.part([text[at]])]).logits for at in (limit - 2, limit - 1)]
+    expected = feed(case.reference, text[:limit], PREFILL_CHUNK)[-2:]
+    check_logits(np.concatenate([row for row in found if row is not None]), expected)
+    with pytest.raises(StepError):
+        run(case.host, "decode", [sequence.part([text[limit]])])
+
+
 def test_results_are_those_of_the_logits(case: Case) -> None:
     result = run(case.host, "prefill", [Sequence(case.host).part(case.prompts[0], every=True)])
     assert result.logits is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flint_plugins.layout import pack_bf16
 from flint_runtime.executors.host_library import DYNAMIC, HostError, HostGraph, Run
-from tests.gpu.ops import Op, library, run_op
+from tests.gpu.ops import Op, library, run_op, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -71,10 +71,6 @@ def _packed(rows: int, columns: int) -> Tensor:
 def random_ids(tokens: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCABULARY, (tokens,), generator=generator, dtype=torch.int32).cuda()
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @pytest.fixture

@@ -245,7 +245,7 @@ def test_plugin_messages_reach_the_caller(host: HostLibrary) -> None:
         (
             "Embedding",
             {},
-            ["table", "table"],
+            ["table", "last", "table"],
             r"flint::Embedding \(layer bad\): input token_ids must be i32, found bf16",
         ),
         ("Embedding", {"q": 1}, ["ids", "last", "table"], r"flint::Embedding \(layer bad\): unknown field q"),

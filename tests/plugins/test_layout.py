@@ -86,6 +86,15 @@ def test_gate_and_up_share_panels() -> None:
 # --- What a kernel does -------------------------------------------------------------------------------------------
 
 
+def place_codes(word: int, j: int) -> int:
+    """Code j of both halves of a word as a pair of BF16, times 2^-126: what panel.cuh does, with 32-bit integers."""
+    if j == 3:
+        product = (word >> 8 & 0x006C006C) * (1 + (1 << 5) + (1 << 10))
+    else:
+        product = word << 3 * j
+    return product & 0x81C081C0
+
+
 def nvfp4_fragment(panel: npt.NDArray[np.uint8], tiles: int, tile: int, lane: int) -> npt.NDArray[np.float32]:
     """The A fragments [4 instructions, 8] of one lane, with a kernel's loads, masks and shifts.
 
@@ -99,10 +108,9 @@ def nvfp4_fragment(panel: npt.NDArray[np.uint8], tiles: int, tile: int, lane: in
         values = []
         for pair in range(2):
             for half in range(2):
-                word = codes[half, instruction // 2] >> np.uint32(8 * (instruction % 2) + 4 * pair)
-                nibbles = word & np.uint32(0x000F000F)
-                scale = layout.E4M3_VALUES[scales[tile % group, half]]
-                values += [layout.E2M1_VALUES[nibbles & 0xFFFF] * scale, layout.E2M1_VALUES[nibbles >> 16] * scale]
+                pairs = place_codes(int(codes[half, instruction // 2]), 2 * (instruction % 2) + pair)
+                bits = np.array([pairs << 16, pairs & 0xFFFF0000], np.uint64).astype(np.uint32)
+                values += [*(bits.view(np.float32) * 2.0**126 * layout.E4M3_VALUES[scales[tile % group, half]])]
         fragments[instruction] = values
     return fragments
 

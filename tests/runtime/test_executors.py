@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from flint_plugins.library import ENVIRONMENT_VARIABLE
 from flint_runtime.engine import Engine
 from flint_runtime.executors import cuda, gpu_memory, tensorrt
 from flint_runtime.executors.base import MAX_IN_FLIGHT, PROMPT_FLAG, Executor, StepResult
@@ -378,6 +380,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from flint_plugins.library import library_info
 from flint_runtime.executors import cuda, open_executor
+from flint_plugins.library import ENVIRONMENT_VARIABLE
 from flint_runtime.engine import Engine
 from flint_runtime.executors.step import RowSampling, SequencePart, build_step
 from tests.runtime.null_cuda import NullCuda
@@ -391,5 +394,6 @@ for graph in executor.graphs.values():
     graph.launch = lambda *_: "eager"
 print(executor.run("decode", build_step([SequencePart([1], 0, [0], 0, [(-1, RowSampling())])])).tokens.shape)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    environment = os.environ | {ENVIRONMENT_VARIABLE: str(plugins)}  # the engine has no library of its own
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment)
     assert done.stdout == "(1,)\n", done.stderr

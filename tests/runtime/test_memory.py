@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from flint_builder.graph import export_graph
 from flint_builder.weights import weight_files
-from flint_runtime.manifest import Limits
+from flint_runtime.executors.graph_file import load_graph
+from flint_runtime.executors.host_graph import build_graph, prepare_graph, size_ranges
+from flint_runtime.executors.host_library import HostLibrary
+from flint_runtime.manifest import PHASES, Limits
 from flint_runtime.memory import KNOWN_GPUS, MemoryPlan
 from tests.shapes import FLINT
 
@@ -25,7 +33,25 @@ def test_components_of_the_released_model() -> None:
     assert abs(memory.weight_bytes / expected - 1) < 0.002
     assert memory.kv_bytes(262144) == 4096 * memory.page_bytes + memory.slot_bytes
     assert memory.kv_bytes(65) - memory.kv_bytes(64) == memory.page_bytes
-    assert sum(memory.components(1000, 3).values()) == memory.total_bytes(1000, 3)
+
+
+@pytest.mark.parametrize(("chunk", "batch"), [(8192, 64), (2048, 8), (64, 64)])
+def test_the_workspace_is_what_the_plugin_host_plans(chunk: int, batch: int, tmp_path: Path, plugins: Path) -> None:
+    """An arena does not grow with layers: one of each kind at full width tells."""
+    limits = Limits(max_batch=batch, max_context=4096, prefill_chunk=chunk)
+    kinds = ("full_attention", "sliding_attention")
+    config = FLINT.model_copy(update={"num_hidden_layers": 2, "layer_types": kinds, "mlp_only_layers": (0,)})
+    files = weight_files(config, "nvfp4", "f32", limits.max_context)
+    arenas = []
+    for phase in PHASES:
+        path = tmp_path / f"{phase}.onnx"
+        path.write_bytes(export_graph(config, "nvfp4", files, limits, phase).model.SerializeToString())
+        file = load_graph(path)
+        graph = build_graph(HostLibrary(plugins), file)
+        prepare_graph(graph, file, size_ranges(config, limits, phase))
+        arenas.append(graph.arena_bytes)
+        graph.close()
+    assert MemoryPlan(config, 0, limits).workspace_bytes == pytest.approx(max(arenas), rel=0.02)
 
 
 def test_full_context_fits_an_rtx_5090() -> None:
