@@ -12,23 +12,26 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from flint_plugins.library import find_library
+from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime import scheduler, sequence
 from flint_runtime.engine import Engine
 from flint_runtime.engine_core import CoreConfig, EngineCore
 from flint_runtime.executors import cuda
 from flint_runtime.executors.plugin_host import PluginHostExecutor
 from flint_runtime.executors.reference import ReferenceExecutor
+from flint_runtime.executors.step import RowSampling, SequencePart, build_step
 from flint_runtime.memory import MemoryPlan
 from flint_runtime.request import EngineRequest
-from tests.gpu.engines import MAX_BATCH, PREFILL_CHUNK, nano_engine, nano_prompts
+from tests.gpu.engines import MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, nano_engine, nano_prompts
 from tests.runtime.cores import Collected, OracleLookup, check_idle, request, run
-from tests.runtime.engines import Place, feed, open_poisoned
 
 pytestmark = pytest.mark.gpu
 
+MAX_PAGES = -(-MAX_CONTEXT // PAGE_TOKENS)
 TIE = 0.1
 """Of the logits' standard deviation."""
 VOCABULARY = 700
@@ -53,8 +56,16 @@ class Case:
 
     def check(self, one: EngineRequest, tokens: list[int]) -> None:
         """The reference, given the same tokens, would draw the same, but for ties."""
-        every = one.prompt + tokens[:-1]
-        logits = feed(self.reference, Place(self.reference), every, PREFILL_CHUNK)[len(one.prompt) - 1 :]
+        every, pages, pieces = one.prompt + tokens[:-1], range(MAX_PAGES), []
+        for start in range(0, len(every), PREFILL_CHUNK):
+            piece = every[start : start + PREFILL_CHUNK]
+            rows = [(row, RowSampling()) for row in range(len(piece))]
+            result = self.reference.run(
+                "prefill", build_step([SequencePart(piece, start, pages, 0, rows)]), logits=True
+            )
+            assert result.logits is not None
+            pieces.append(result.logits)
+        logits = np.concatenate(pieces)[len(one.prompt) - 1 :]
         for position, (row, token) in enumerate(zip(logits, tokens, strict=True)):
             margin = (row.max() - row[token]) / row.std()
             assert margin < TIE, f"{one.request_id}, token {position}: {token}, not {row.argmax()} by {margin:.3f}"
@@ -64,7 +75,9 @@ class Case:
 def case(tmp_path_factory: pytest.TempPathFactory, device_architecture: str) -> Iterator[Case]:
     directory = nano_engine("nvfp4", device_architecture, tmp_path_factory.mktemp("engines"))
     host = PluginHostExecutor(Engine.open(directory), find_library())
-    yield Case(host, open_poisoned(directory))
+    reference = ReferenceExecutor.open(directory)
+    reference.allocate(pages=MAX_PAGES, slots=1, sample_slots=1)
+    yield Case(host, reference)
     host.close()
 
 
