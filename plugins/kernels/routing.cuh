@@ -148,6 +148,7 @@ __device__ __forceinline__ void routeStep(RouterKeys<E> const& keys, int tokens,
         unsigned const lows = __ballot_sync(0xFFFFFFFFu, lowFirst), highs = __ballot_sync(0xFFFFFFFFu, highFirst);
         unsigned const before = (1u << lane) - 1;
         int const lowIndex = __popc(lows & before), highIndex = __popc(lows) + __popc(highs & before);
+        __syncwarp();
         // From here on `first` is an expert's index among the distinct ones.
         if (lowFirst) {
             routes.distinct[lowIndex] = lowExpert;
