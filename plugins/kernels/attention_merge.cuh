@@ -6,7 +6,9 @@
 namespace flint::attention {
 
 constexpr int kMAX_SPLITS = 128; // Counts must fit kCOUNT_BITS.
-constexpr int kMERGE_BATCH = 33; // Splits whose loads are under way together: all that the H200 makes of a sequence.
+/// Splits whose loads are under way together: all that the H200 makes of a sequence, and of one in a large batch.
+template <int Warps>
+constexpr int kMERGE_BATCH = Warps == 8 ? 33 : 17;
 
 constexpr int kCOUNT_BITS = 8;
 constexpr unsigned long long kCOUNTER_TAG = 0xFFC5A3E19D5B71ull; // Its high word is a NaN that no result here has.
@@ -74,10 +76,10 @@ __device__ __noinline__ void mergeSplits(DecodeArguments const& a, int firstRow,
         int64_t const row = firstRow + r / kGROUP;
         int const head = kvHead * kGROUP + r % kGROUP;
         int64_t const first = (row * a.kv_heads * kGROUP + head) * a.max_splits;
-        float4 parts[kMERGE_BATCH];
+        float4 parts[kMERGE_BATCH<Warps>];
         auto const load = [&](int base) {
 #pragma unroll
-            for (int i = 0; i < kMERGE_BATCH; ++i) {
+            for (int i = 0; i < kMERGE_BATCH<Warps>; ++i) {
                 parts[i] = base + i < splits ? __ldcg(a.partials + (first + base + i) * kWARP + lane) : float4{};
             }
         };
@@ -105,7 +107,7 @@ __device__ __noinline__ void mergeSplits(DecodeArguments const& a, int firstRow,
         float4 value{};
         for (int base = 0;;) {
 #pragma unroll
-            for (int i = 0; i < kMERGE_BATCH; ++i) {
+            for (int i = 0; i < kMERGE_BATCH<Warps>; ++i) {
                 int const split = base + i;
                 float own = weights[0];
 #pragma unroll
@@ -115,7 +117,7 @@ __device__ __noinline__ void mergeSplits(DecodeArguments const& a, int firstRow,
                 float const weight = __shfl_sync(0xFFFFFFFFu, own, split % kWARP);
                 accumulate(value, split < splits ? weight : 0.0f, parts[i]);
             }
-            base += kMERGE_BATCH;
+            base += kMERGE_BATCH<Warps>;
             if (base >= splits) {
                 break;
             }
