@@ -63,6 +63,13 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
 template <WeightFormat F>
 constexpr int kUP_WARPS = F == WeightFormat::kNVFP4 ? 16 : 8;
 
+/// Whether the kernel below has registers to load the tensor scales before the product; on 10.0 it would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
+constexpr bool kSCALES_AHEAD = false;
+#else
+constexpr bool kSCALES_AHEAD = true;
+#endif
+
 template <WeightFormat F, int H, int E>
 struct UpShared {
     alignas(16) uint4 x[SharedX<kDECODE_TOKENS>::bytes(H) / 16];
@@ -114,11 +121,17 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
         float const* const scale = isShared || params.up_scale == nullptr
                                        ? params.shared_up_scale
                                        : params.up_scale + 2 * routes.distinct[index];
-        GateUpScales const scales(scale, kRESTORE<F>);
+        GateUpScales scales;
+        if constexpr (kSCALES_AHEAD) {
+            scales = GateUpScales(scale, kRESTORE<F>);
+        }
         float acc[1][4];
         slice.multiply(acc, part, SharedX<kDECODE_TOKENS>{shared.x, lane});
         PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
         partial.store(acc[0], part, lane);
+        if constexpr (!kSCALES_AHEAD) {
+            scales = GateUpScales(scale, kRESTORE<F>);
+        }
         if constexpr (PARTS == 1) { // one barrier a panel: two sums alternate
             __syncwarp();
         } else {

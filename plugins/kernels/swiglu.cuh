@@ -20,6 +20,8 @@ __device__ __forceinline__ bf16 swigluRouted(float gate, float up) {
 struct GateUpScales {
     float gate = 1.0f, up = 1.0f;
 
+    GateUpScales() = default;
+
     /// `pair`: gate's and up's; nullptr in BF16.
     __device__ __forceinline__ GateUpScales(float const* pair, float restore) {
         if (pair != nullptr) {
