@@ -1,5 +1,6 @@
 // First kernels of NormMoe's low-latency path: norm and router logits; for one token also the shared expert's gate, up
-// and SwiGLU. (The choice of experts is cheap enough for every later block to do it again.)
+// and SwiGLU. The choice of experts is made from the logits in every block of the next kernel, which is cheaper than
+// one more kernel (see moe_decode.cu).
 #include "kernels/launch.h"
 #include "kernels/moe_internal.h"
 #include "kernels/norm_rows.h"
@@ -180,6 +181,7 @@ cudaError_t launchInstance(MoeParams const& params, MoeDecodeWorkspace const& wo
     }
     auto const kernel = moeRouteKernel<F, R, H, TOKENS>;
     constexpr size_t BYTES = sizeof(RouteShared<F, H, TOKENS>);
+    static_assert(BYTES <= kCOMMON_SHARED_BYTES);
     if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
         return error;
     }
