@@ -26,22 +26,26 @@ struct SinkAttentionParams {
     void* kv_pool_out;          ///< sliding prefill: the same memory as kv_pool; else unused
     void const* fresh_kv;       ///< [T, 2, Hkv, 128] bf16, sliding prefill: K and V of this step's tokens; else unused
     void* out;                  ///< [T, Hq * 128] bf16
-    void* workspace;     ///< decode: sinkAttentionWorkspaceBytes() bytes with any content, aligned to 256; else unused
-    int64_t tokens;      ///< T
-    int64_t sequences;   ///< B
-    int64_t table_width; ///< P; 0 in sliding layers
-    int64_t heads;       ///< Hq, 8 * Hkv
-    int64_t kv_heads;    ///< Hkv
-    int64_t head_dim;    ///< 128
-    int64_t ring;        ///< tokens of a ring, position p standing at p % ring; 0 in full layers
-    int64_t window;      ///< keys that a query sees, itself included; 0 in full layers: all
+    void* workspace;            ///< as many bytes as the functions below say, with any content, aligned to 256
+    int64_t tokens;             ///< T
+    int64_t sequences;          ///< B
+    int64_t table_width;        ///< P; 0 in sliding layers
+    int64_t heads;              ///< Hq, 8 * Hkv
+    int64_t kv_heads;           ///< Hkv
+    int64_t head_dim;           ///< 128
+    int64_t ring;               ///< tokens of a ring, position p standing at p % ring; 0 in full layers
+    int64_t window;             ///< keys that a query sees, itself included; 0 in full layers: all
 };
 
 /// What the kernels cannot do with these shapes, or nullptr. The launchers return cudaErrorInvalidValue in that case.
 char const* sinkAttentionProblem(SinkAttentionParams const& params, bool decode);
 
 /// Workspace of a decode launch of up to `tokens` rows of up to `sequences` sequences, on any GPU.
-size_t sinkAttentionWorkspaceBytes(int64_t tokens, int64_t sequences, int64_t heads, int64_t kvHeads);
+size_t sinkAttentionDecodeWorkspaceBytes(int64_t tokens, int64_t sequences, int64_t heads, int64_t kvHeads);
+
+/// Workspace of a full layer's prefill launch of up to `tokens` rows, on any GPU; at most 51 MB. Sliding layers need
+/// none.
+size_t sinkAttentionPrefillWorkspaceBytes(int64_t tokens, int64_t heads, int64_t kvHeads);
 
 /// At most 8 tokens a sequence, whose K and V already stand in kv_pool. One kernel, dependent launch.
 ///
@@ -55,6 +59,13 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
 
 /// Any number of tokens a sequence. Full layers: K and V already stand in kv_pool. Sliding layers: the step's own are
 /// in fresh_kv, and the last min(new, ring) of each sequence are written to kv_pool_out by a second kernel.
+///
+/// Full layers split the keys of 16 tokens over at most S blocks where the step has few tokens, and merge the splits in
+/// a second kernel. S = 768 / (Hkv n), rounded down, at least 1 and at most 128; n = (T + 15 min(T, B)) / 16, rounded
+/// down, is the greatest number of groups of 16. With Hkv = 4 and one sequence S is 128 up to T = 16, 27 at T = 100, 12
+/// at 256, 3 at 1,024, and 1 from 1,537 on. A split has 8 tiles of 64 keys or more. Within the steps of an S a
+/// sequence's bits depend on nothing but its own tokens and length; with S = 1, and up to 960 keys, they are those of
+/// no split.
 cudaError_t launchSinkAttentionPrefill(SinkAttentionParams const& params, cudaStream_t stream);
 
 } // namespace flint

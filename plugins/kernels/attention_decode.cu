@@ -267,10 +267,6 @@ int latencySplits(int64_t kvHeads, int64_t blocks) {
     return static_cast<int>(std::clamp<int64_t>(blocks / kvHeads, 1, kMAX_SPLITS));
 }
 
-constexpr size_t aligned(size_t bytes) {
-    return (bytes + 255) / 256 * 256;
-}
-
 size_t counterBytes(int64_t sequences, int64_t kvHeads) {
     return aligned(static_cast<size_t>(sequences * kvHeads) * sizeof(unsigned long long));
 }
@@ -323,14 +319,13 @@ char const* sinkAttentionProblem(SinkAttentionParams const& p, bool decode) {
     return nullptr;
 }
 
-size_t sinkAttentionWorkspaceBytes(int64_t tokens, int64_t sequences, int64_t heads, int64_t kvHeads) {
+size_t sinkAttentionDecodeWorkspaceBytes(int64_t tokens, int64_t sequences, int64_t heads, int64_t kvHeads) {
     using namespace attention;
     // The greatest over all smaller steps too, of either class and on any GPU: a profile asks only for its maximum.
-    int64_t const rows = std::max(std::min<int64_t>(tokens, kLATENCY_TOKENS) * latencySplits(kvHeads, kLATENCY_BLOCKS),
-                                  tokens * kTHROUGHPUT_SPLITS) *
-                         heads;
-    return counterBytes(sequences, kvHeads) + aligned(static_cast<size_t>(rows) * sizeof(float2)) +
-           static_cast<size_t>(rows) * kHEAD_DIM * sizeof(float);
+    int64_t const splits =
+        std::max(std::min<int64_t>(tokens, kLATENCY_TOKENS) * latencySplits(kvHeads, kLATENCY_BLOCKS),
+                 tokens * kTHROUGHPUT_SPLITS);
+    return counterBytes(sequences, kvHeads) + partialBytes(splits * heads);
 }
 
 cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStream_t stream) {
@@ -351,17 +346,14 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
     }
     bool const latency = params.tokens <= kLATENCY_TOKENS;
     DecodeArguments a(params);
-    a.max_splits = latency ? latencySplits(params.kv_heads, std::min(sms, kLATENCY_BLOCKS)) : kTHROUGHPUT_SPLITS;
+    int splits = latency ? latencySplits(params.kv_heads, std::min(sms, kLATENCY_BLOCKS)) : kTHROUGHPUT_SPLITS;
     a.split_units = latency ? kLATENCY_UNITS : kTHROUGHPUT_UNITS;
     if (params.window > 0 && (params.window + kMAX_TOKENS - 2) / kPAGE_TOKENS + 2 <= kUNSPLIT_UNITS) {
-        a.max_splits = 1; // a window is never split: launch no blocks for it
+        splits = 1; // a window is never split: launch no blocks for it
     }
-    int64_t const rows = params.tokens * params.heads * a.max_splits;
     auto* const workspace = static_cast<uint8_t*>(params.workspace);
-    size_t const counters = counterBytes(params.sequences, params.kv_heads);
     a.counters = reinterpret_cast<unsigned long long*>(workspace);
-    a.stats = reinterpret_cast<float2*>(workspace + counters);
-    a.partials = reinterpret_cast<float4*>(workspace + counters + aligned(static_cast<size_t>(rows) * sizeof(float2)));
+    a.splitInto(splits, workspace + counterBytes(params.sequences, params.kv_heads));
 
     int64_t const items = std::min(params.sequences, params.tokens) * params.kv_heads * a.max_splits;
     bool const paged = params.ring == 0;

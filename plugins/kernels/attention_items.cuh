@@ -5,7 +5,7 @@
 // not, either (classes of launches: launchSinkAttentionDecode).
 #pragma once
 
-#include "kernels/attention.cuh"
+#include "kernels/attention_splits.cuh"
 
 namespace flint::attention {
 
@@ -15,14 +15,11 @@ constexpr int kCHUNK_BYTES = 2 * kCHUNK * kROW_BYTES;
 constexpr int kMAX_TOKENS = 8;
 constexpr int kUNSPLIT_UNITS = 10; // Up to here merging costs more than it saves: a window of 513 keys and 8 tokens.
 
-struct DecodeArguments : Arguments {
-    int max_splits;
+struct DecodeArguments : SplitArguments {
     int split_units;
     unsigned long long* counters; // [B, Hkv]
-    float2* stats;                // [T, Hq, max_splits]: maximum, row sum
-    float4* partials;             // [T, Hq, max_splits, 128]
 
-    explicit DecodeArguments(SinkAttentionParams const& p) : Arguments(p) {}
+    explicit DecodeArguments(SinkAttentionParams const& p) : SplitArguments(p) {}
 };
 
 /// A split of a sequence's keys, for one KV head.

@@ -5,7 +5,6 @@
 
 namespace flint::attention {
 
-constexpr int kMAX_SPLITS = 128; // Counts must fit kCOUNT_BITS.
 /// Splits whose loads are under way together: all that the H200 makes of a sequence, and of one in a large batch.
 template <int Warps>
 constexpr int kMERGE_BATCH = Warps == 8 ? 33 : 17;
@@ -50,80 +49,12 @@ __device__ __forceinline__ bool arriveLast(unsigned long long* counter, int spli
     return last;
 }
 
-__device__ __forceinline__ void accumulate(float4& sum, float weight, float4 value) {
-    sum.x += weight * value.x;
-    sum.y += weight * value.y;
-    sum.z += weight * value.z;
-    sum.w += weight * value.w;
-}
-
-/// Normalise with the sink and store a lane's 4 dimensions of a row. top, sum: over all keys.
-__device__ __forceinline__ void storeRow(DecodeArguments const& a, int64_t row, int head, float top, float sum,
-                                         float4 value, int lane) {
-    float const sink = a.sinks[head] * kLOG2E;
-    float const all = fmaxf(top, sink);
-    float const part = rescale(top, all);
-    float const factor = __fdividef(part, sum * part + exp2Fast(sink - all)); // Within 2 units in the last place.
-    uint2* const target = reinterpret_cast<uint2*>(a.out + (row * a.kv_heads * kGROUP + head) * kHEAD_DIM) + lane;
-    *target = make_uint2(packBf16(value.x * factor, value.y * factor), packBf16(value.z * factor, value.w * factor));
-}
-
-/// Merge the splits' partial results of one KV head in order of split; a warp takes a row, a lane 4 dimensions.
+/// Merge the splits of one KV head of a sequence; a warp takes a row.
 template <int Warps>
 __device__ __noinline__ void mergeSplits(DecodeArguments const& a, int firstRow, int tokens, int kvHead, int splits) {
-    int const lane = threadIdx.x % kWARP;
     for (int r = threadIdx.x / kWARP; r < tokens * kGROUP; r += Warps) {
-        int64_t const row = firstRow + r / kGROUP;
-        int const head = kvHead * kGROUP + r % kGROUP;
-        int64_t const first = (row * a.kv_heads * kGROUP + head) * a.max_splits;
-        float4 parts[kMERGE_BATCH<Warps>];
-        auto const load = [&](int base) {
-#pragma unroll
-            for (int i = 0; i < kMERGE_BATCH<Warps>; ++i) {
-                parts[i] = base + i < splits ? __ldcg(a.partials + (first + base + i) * kWARP + lane) : float4{};
-            }
-        };
-        load(0);
-        // A lane has the statistics of every 32nd split.
-        float2 stats[kMAX_SPLITS / kWARP];
-        float top = kMINUS_INFINITY, sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kMAX_SPLITS / kWARP; ++i) {
-            int const split = i * kWARP + lane;
-            stats[i] = split < splits ? __ldcg(a.stats + first + split) : make_float2(kMINUS_INFINITY, 0.0f);
-            top = fmaxf(top, stats[i].x);
-        }
-#pragma unroll
-        for (int mask = kWARP / 2; mask > 0; mask /= 2) {
-            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, mask));
-        }
-        float weights[kMAX_SPLITS / kWARP];
-#pragma unroll
-        for (int i = 0; i < kMAX_SPLITS / kWARP; ++i) {
-            weights[i] = rescale(stats[i].x, top);
-            sum += stats[i].y * weights[i];
-        }
-        sum = warpSum(sum);
-        float4 value{};
-        for (int base = 0;;) {
-#pragma unroll
-            for (int i = 0; i < kMERGE_BATCH<Warps>; ++i) {
-                int const split = base + i;
-                float own = weights[0];
-#pragma unroll
-                for (int k = 1; k < kMAX_SPLITS / kWARP; ++k) {
-                    own = split / kWARP == k ? weights[k] : own;
-                }
-                float const weight = __shfl_sync(0xFFFFFFFFu, own, split % kWARP);
-                accumulate(value, split < splits ? weight : 0.0f, parts[i]);
-            }
-            base += kMERGE_BATCH<Warps>;
-            if (base >= splits) {
-                break;
-            }
-            load(base);
-        }
-        storeRow(a, row, head, top, sum, value, lane);
+        mergeRow<kMERGE_BATCH<Warps>>(a, firstRow + r / kGROUP, kvHead * kGROUP + r % kGROUP, splits,
+                                      threadIdx.x % kWARP);
     }
 }
 

@@ -6,6 +6,11 @@
 //
 // Where two blocks fit on an SM, 4 warps have 32 rows each: every K and V operand read from shared memory then serves
 // two products, and the other block's products run during this one's softmax. Else 8 warps have 16 rows each.
+//
+// Full layers: where a step has too few blocks to fill the GPU, the keys of a block are split over several, which leave
+// partial results in the workspace. A second kernel merges them in order: the last of a block's splits would merge
+// alone what this way all multiprocessors do.
+#include "kernels/attention_splits.cuh"
 #include "kernels/attention_tiles.cuh"
 #include "kernels/launch.h"
 
@@ -21,6 +26,17 @@ constexpr int kROWS = kBLOCK_TOKENS * kGROUP;
 constexpr int kQUERY_BYTES = kROWS * kROW_BYTES;
 constexpr int kSHARED_BYTES = kQUERY_BYTES + 2 * kTILE_BYTES;
 static_assert(kSHARED_BYTES <= kCOMMON_SHARED_BYTES);
+
+/// Blocks that a step may make by splitting keys: a little less than three rounds of two on each of an H200's 132
+/// multiprocessors. More and shorter ones would fill the last round better, but leave more partial results.
+constexpr int kSPLIT_BLOCKS = 768;
+/// Fewest tiles of a split: leaving and merging its result takes about as long as two.
+constexpr int kSPLIT_TILES = 8;
+
+/// In how many splits these tiles are taken.
+__device__ __forceinline__ int splitsOf(SplitArguments const& a, int tiles) {
+    return max(1, min(a.max_splits, tiles / kSPLIT_TILES));
+}
 
 /// A warp's rows: `Panels` times 16 rows of 2 tokens; a lane has head lane / 4 of both.
 template <int Panels>
@@ -197,20 +213,64 @@ __device__ __forceinline__ void storeRows(Arguments const& a, Block const& block
     }
 }
 
-/// Grid: (blocks of tokens, at most) x KV heads, the heads next to one another.
-template <int Warps, bool Paged>
+/// Leave the unnormalised result of a split. A lane's pairs of dimensions make whole sectors of 32 bytes with its
+/// neighbours'.
+template <int Panels>
+__device__ __forceinline__ void leaveRows(SplitArguments const& a, Block const& block, WarpState<Panels> const& state,
+                                          int head, int split, int firstToken, int lane) {
+#pragma unroll
+    for (int m = 0; m < Panels; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = state.sum[m][half];
+            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+            int const token = firstToken + 2 * m + half;
+            if (token >= block.tokens) {
+                continue;
+            }
+            int64_t const row = (static_cast<int64_t>(block.row + token) * a.kv_heads + head) * kGROUP + lane / 4;
+            int64_t const result = row * a.max_splits + split;
+            if (lane % 4 == 0) {
+                __stcg(a.stats + result, make_float2(state.top[m][half], sum));
+            }
+            float2* const target = reinterpret_cast<float2*>(a.partials + result * (kHEAD_DIM / 4)) + lane % 4;
+#pragma unroll
+            for (int n = 0; n < kHEAD_DIM / 8; ++n) {
+                __stcg(target + n * 4, make_float2(state.out[m][n][2 * half], state.out[m][n][2 * half + 1]));
+            }
+        }
+    }
+}
+
+/// Grid: (blocks of tokens, at most) x KV heads, the heads next to one another; in y the splits, at most, so that
+/// blocks that read the same keys run together.
+template <int Warps, bool Paged, bool Split>
 __global__ void __launch_bounds__(Warps* kWARP, Warps == 4 ? 2 : 1)
-    sinkAttentionPrefillKernel(Arguments const __grid_constant__ a) {
+    sinkAttentionPrefillKernel(SplitArguments const __grid_constant__ a) {
     constexpr int PANELS = kROWS / 16 / Warps;
     extern __shared__ __align__(256) uint8_t shared[];
     int const warp = threadIdx.x / kWARP, lane = threadIdx.x % kWARP;
     int const head = static_cast<int>(blockIdx.x) % a.kv_heads;
     allowSuccessor();
     waitForPredecessor();
-    zeroPadding(a);
+    if (!Split || blockIdx.y == 0) {
+        zeroPadding(a);
+    }
     Block block;
     if (!findBlock(a, static_cast<int>(blockIdx.x) / a.kv_heads, lane, block)) {
         return;
+    }
+    int begin = block.low / kTILE, end = (block.high + kTILE - 1) / kTILE;
+    int splits = 1;
+    if constexpr (Split) {
+        int const tiles = end, split = static_cast<int>(blockIdx.y);
+        splits = splitsOf(a, tiles);
+        if (split >= splits) {
+            return;
+        }
+        begin = split * tiles / splits;
+        end = (split + 1) * tiles / splits;
     }
     uint32_t const queries = sharedAddress(shared), tiles = queries + kQUERY_BYTES;
     for (int i = threadIdx.x; i < kROWS * kROW_SEGMENTS; i += Warps * kWARP) {
@@ -221,7 +281,6 @@ __global__ void __launch_bounds__(Warps* kWARP, Warps == 4 ? 2 : 1)
                     a.q + ((token * a.kv_heads + head) * kGROUP + row % kGROUP) * kHEAD_DIM + segment * kSEGMENT,
                     valid);
     }
-    int const begin = block.low / kTILE, end = (block.high + kTILE - 1) / kTILE;
     TileLoader<Warps * kWARP, Paged> loader(a, block, head, begin);
     loader.load(begin, tiles);
     commitCopies();
@@ -258,7 +317,43 @@ __global__ void __launch_bounds__(Warps* kWARP, Warps == 4 ? 2 : 1)
         multiplyValues(state, s, stage, lane);
         stage ^= other;
     }
+    if (splits > 1) {
+        leaveRows(a, block, state, head, static_cast<int>(blockIdx.y), firstToken, lane);
+        return;
+    }
     storeRows(a, block, state, head, shared + warp * PANELS * 16 * kROW_BYTES, firstToken, lane);
+}
+
+/// Sequence of a row: query_start[b] <= row < query_start[b + 1], as far as that holds (not for padding).
+__device__ __forceinline__ int findSequence(Arguments const& a, int row) {
+    int low = 0, high = a.sequences;
+    while (high - low > 1) {
+        int const middle = (low + high) / 2;
+        (a.query_start[middle] <= row ? low : high) = middle;
+    }
+    return low;
+}
+
+constexpr int kMERGE_BATCH = 8; // Of splits; leaves registers for four blocks on a multiprocessor.
+
+/// Merge the splits of a row's keys. Grid: T x KV heads; a warp has a query head.
+__global__ void __launch_bounds__(kGROUP* kWARP, 4) mergeSplitsKernel(SplitArguments const __grid_constant__ a) {
+    allowSuccessor();
+    waitForPredecessor();
+    int const row = static_cast<int>(blockIdx.x) / a.kv_heads;
+    int const b = findSequence(a, row);
+    int const first = a.query_start[b], tokens = a.query_start[b + 1] - first;
+    if (row - first >= tokens) {
+        return;
+    }
+    // The last position that the row's block sees: see findBlock.
+    int const high =
+        a.seq_lens[b] - tokens + min(tokens, (row - first) / kBLOCK_TOKENS * kBLOCK_TOKENS + kBLOCK_TOKENS);
+    int const splits = splitsOf(a, (high + kTILE - 1) / kTILE);
+    if (splits > 1) {
+        int const head = static_cast<int>(blockIdx.x) % a.kv_heads * kGROUP + static_cast<int>(threadIdx.x) / kWARP;
+        mergeRow<kMERGE_BATCH>(a, row, head, splits, threadIdx.x % kWARP);
+    }
 }
 
 constexpr int kSTORE_WARPS = 4;
@@ -270,17 +365,13 @@ __global__ void __launch_bounds__(kSTORE_WARPS* kWARP)
     allowSuccessor();
     waitForPredecessor();
     int const row = static_cast<int>(blockIdx.x) * kSTORE_WARPS + static_cast<int>(threadIdx.x) / kWARP;
-    int low = 0, high = a.sequences; // query_start[low] <= row < query_start[high], as far as that holds.
-    while (high - low > 1) {
-        int const middle = (low + high) / 2;
-        (a.query_start[middle] <= row ? low : high) = middle;
-    }
-    int const end = a.query_start[low + 1];
+    int const b = findSequence(a, row);
+    int const end = a.query_start[b + 1];
     if (row >= end || row < end - a.ring) {
         return;
     }
-    int const place = (a.seq_lens[low] - (end - row)) % a.ring;
-    int64_t const first = static_cast<int64_t>(a.ring_slot[low]) * 2 * a.kv_heads;
+    int const place = (a.seq_lens[b] - (end - row)) % a.ring;
+    int64_t const first = static_cast<int64_t>(a.ring_slot[b]) * 2 * a.kv_heads;
     int const vectors = 2 * a.kv_heads * kROW_SEGMENTS;
     uint4 const* const source = reinterpret_cast<uint4 const*>(a.fresh_kv) + static_cast<int64_t>(row) * vectors;
     for (int i = threadIdx.x % kWARP; i < vectors; i += kWARP) {
@@ -289,18 +380,33 @@ __global__ void __launch_bounds__(kSTORE_WARPS* kWARP)
     }
 }
 
-template <int Warps, bool Paged>
-cudaError_t launchPrefill(Arguments const& a, unsigned blocks, cudaStream_t stream) {
-    auto* const kernel = sinkAttentionPrefillKernel<Warps, Paged>;
+/// Most splits of a block's keys in a step of up to so many blocks.
+int mostSplits(unsigned blocks) {
+    return std::clamp(static_cast<int>(kSPLIT_BLOCKS / blocks), 1, kMAX_SPLITS);
+}
+
+template <int Warps>
+cudaError_t launchPrefill(SplitArguments const& a, unsigned blocks, cudaStream_t stream) {
+    auto* const kernel = a.ring > 0         ? sinkAttentionPrefillKernel<Warps, false, false>
+                         : a.max_splits > 1 ? sinkAttentionPrefillKernel<Warps, true, true>
+                                            : sinkAttentionPrefillKernel<Warps, true, false>;
     if (cudaError_t const status = allowShared(kernel, kSHARED_BYTES); status != cudaSuccess) {
         return status;
     }
-    return launchOverlapped(kernel, dim3(blocks), dim3(Warps * kWARP), kSHARED_BYTES, stream, a);
+    auto const splits = static_cast<unsigned>(a.max_splits);
+    return launchOverlapped(kernel, dim3(blocks, splits), dim3(Warps * kWARP), kSHARED_BYTES, stream, a);
 }
 
 } // namespace
 
 } // namespace attention
+
+size_t sinkAttentionPrefillWorkspaceBytes(int64_t tokens, int64_t heads, int64_t kvHeads) {
+    using namespace attention;
+    // The greatest over all smaller steps too: at S splits, T tokens make at least T / 16 * Hkv blocks, and S times as
+    // many are at most kSPLIT_BLOCKS.
+    return partialBytes(std::min(tokens * kMAX_SPLITS, kSPLIT_BLOCKS * kBLOCK_TOKENS / kvHeads) * heads);
+}
 
 cudaError_t launchSinkAttentionPrefill(SinkAttentionParams const& params, cudaStream_t stream) {
     using namespace attention;
@@ -321,14 +427,21 @@ cudaError_t launchSinkAttentionPrefill(SinkAttentionParams const& params, cudaSt
     // Every sequence may end in a block that is not full.
     int64_t const full = params.tokens + std::min(params.tokens, params.sequences) * (kBLOCK_TOKENS - 1);
     auto const blocks = static_cast<unsigned>(full / kBLOCK_TOKENS * params.kv_heads);
-    Arguments const a(params);
     bool const paged = params.ring == 0;
+    SplitArguments a(params);
+    if (paged) {
+        a.splitInto(mostSplits(blocks), static_cast<uint8_t*>(params.workspace));
+    }
     bool const two = sharedBytes >= 2 * (kSHARED_BYTES + 1024);
-    cudaError_t const status =
-        two ? (paged ? launchPrefill<4, true>(a, blocks, stream) : launchPrefill<4, false>(a, blocks, stream))
-            : (paged ? launchPrefill<8, true>(a, blocks, stream) : launchPrefill<8, false>(a, blocks, stream));
-    if (status != cudaSuccess || paged) {
+    cudaError_t const status = two ? launchPrefill<4>(a, blocks, stream) : launchPrefill<8>(a, blocks, stream);
+    if (status != cudaSuccess) {
         return status;
+    }
+    if (paged) {
+        auto const merges = static_cast<unsigned>(params.tokens * params.kv_heads);
+        return a.max_splits == 1
+                   ? cudaSuccess
+                   : launchOverlapped(mergeSplitsKernel, dim3(merges), dim3(kGROUP * kWARP), 0, stream, a);
     }
     auto const stores = static_cast<unsigned>((params.tokens + kSTORE_WARPS - 1) / kSTORE_WARPS);
     return launchOverlapped(ringStoreKernel, dim3(stores), dim3(kSTORE_WARPS * kWARP), 0, stream, a,

@@ -65,13 +65,12 @@ class TileLoader<Threads, true> {
     __device__ __forceinline__ TileLoader(Arguments const& a, Block const& block, int head, int first)
         : mTable(a.page_table + static_cast<int64_t>(block.sequence) * a.table_width),
           mRows(a.kv_pool + static_cast<int64_t>(head) * (2 * kTILE * kHEAD_DIM) + threadIdx.x * kSEGMENT),
-          mPageStride(static_cast<int64_t>(a.kv_heads) * (2 * kTILE * kHEAD_DIM)), mHigh(block.high),
-          mPage(mTable[first]) {}
+          mHeads(a.kv_heads), mHigh(block.high), mPage(mTable[first]) {}
 
     /// Tiles are asked for one after the other; each call looks up the next one's page, to have it in time.
     __device__ __forceinline__ void load(int tile, uint32_t stage) {
         constexpr int STEP = Threads / kROW_SEGMENTS; // A multiple of 8, so that the swizzle is the same for all rows.
-        bf16 const* const k = mRows + mPage * mPageStride;
+        bf16 const* const k = mRows + static_cast<int64_t>(mPage) * mHeads * (2 * kTILE * kHEAD_DIM);
         mPage = (tile + 1) * kTILE < mHigh ? mTable[tile + 1] : 0;
         int const row = threadIdx.x / kROW_SEGMENTS;
         int const rows = mHigh - tile * kTILE - row;
@@ -86,8 +85,7 @@ class TileLoader<Threads, true> {
   private:
     int32_t const* mTable;
     bf16 const* mRows;
-    int64_t mPageStride;
-    int mHigh;
+    int mHeads, mHigh;
     int mPage;
 };
 

@@ -21,6 +21,8 @@ from tests.gpu.ops import Timing, time_op
 from tests.shapes import FLINT
 
 CHUNK = 8192
+SMALL_CHUNKS = (16, 64, 100, 256, 512, 1024)
+"""Such as the scheduler makes of a long prompt while other requests decode."""
 CONTEXTS = (1024, 32_768, 100_000, 262_144)
 _ROTATED_BYTES = 256e6
 _SHAPE = {
@@ -60,13 +62,15 @@ class OpBench:
                 yield self._record(f"op:{op}", weights, timing, cost, batch=1, context=0, tokens=tokens)
 
     def attention(self) -> Iterator[Record]:
-        """Decode over contexts and batches; prefill of a chunk."""
+        """Decode over contexts and batches; prefill of a chunk, and of small ones at 100K of context."""
         for batch, contexts in ((1, CONTEXTS), (8, CONTEXTS[:3])):
             for context in contexts:
                 yield self._attention("full", "decode", batch, context - 1, 1)
             yield self._attention("sliding", "decode", batch, CONTEXTS[0] - 1, 1)
         yield self._attention("full", "prefill", 1, 0, CHUNK)
         yield self._attention("sliding", "prefill", 1, 0, CHUNK)
+        for tokens in SMALL_CHUNKS:
+            yield self._attention("full", "prefill", 1, 100_000 - tokens, tokens)
 
     def _attention(self, kind: str, phase: str, batch: int, start: int, new: int) -> Record:
         cost = costs.attention(start, new, kind == "sliding") * batch
@@ -77,7 +81,7 @@ class OpBench:
             "num_kv_heads": FLINT.num_key_value_heads,
         }
         sets = [_attention_inputs(kind, phase, batch, start, new) for _ in range(_count(cost))]
-        timing = time_op("SinkAttention", fields, sets, runs=40 if new < CHUNK else 1)
+        timing = time_op("SinkAttention", fields, sets, runs=40 if phase == "decode" else 1)
         del sets
         torch.cuda.empty_cache()
         name = "op:SinkAttention"

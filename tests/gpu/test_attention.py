@@ -322,6 +322,71 @@ def test_prefill_behind_a_long_context(attention: str, prior: int, chunk: int) -
     make_case(attention, "prefill", [(prior, chunk)]).check()
 
 
+def most_splits(tokens: int, sequences: int, kv_heads: int = FLINT_KV_HEADS) -> int:
+    """Over how many blocks a full layer's prefill may split the keys of 16 tokens: S in attention.h."""
+    groups = (tokens + 15 * min(tokens, sequences)) // 16
+    return max(1, min(128, 768 // (kv_heads * groups)))
+
+
+@pytest.mark.parametrize("chunk", [1, 9, 16, 17, 64, 100, 256, 512, 1024, 1537])
+@pytest.mark.parametrize("prior", [959, 1024, 4096, 100_000])
+def test_prefill_of_a_chunk_behind_many_keys(prior: int, chunk: int) -> None:
+    """Few tokens have their keys split; the chunks are of all numbers of splits."""
+    make_case("full", "prefill", [(prior, chunk)]).check()
+
+
+@pytest.mark.parametrize("sink", [-20.0, 6.0, 12.0])
+@pytest.mark.parametrize("padding", [0, 30, 120, 250, 400, 1000, 1200, 1600])
+@pytest.mark.parametrize("length", [960, 961, 1024, 1030, 70_000])
+def test_prefill_counts_the_sink_once_for_any_number_of_splits(length: int, padding: int, sink: float) -> None:
+    """K3: one to 128 splits, by rows of padding; a large sink would show if each split counted it."""
+    make_case("full", "prefill", [(length - 7, 7)], padding=padding, sink=sink).check()
+
+
+def test_prefill_of_a_ragged_batch_behind_many_keys() -> None:
+    """Sequences whose keys are split beside some whose are not, and rows of padding."""
+    sequences = [(4096, 17), (700, 1), (900, 0), (0, 0), (9000, 64), (1000, 30), (0, 1), (100_000, 9), (2040, 16)]
+    make_case("full", "prefill", sequences, padding=5).check()
+    make_case("full", "prefill", [(1500 + 61 * b, 1 + b % 3) for b in range(40)], padding=1).check()
+
+
+def alone(case: Case, b: int, tokens: int) -> Tensor:
+    """One sequence of a full layer's step in a step of its own of so many tokens, the others padding; its rows' out."""
+    rows, inputs = case.rows(b), dict(case.inputs)
+    count = rows.stop - rows.start
+    for name in ("q", "positions"):
+        own = inputs[name][rows]
+        inputs[name] = torch.cat([own, own.new_zeros(tokens - count, *own.shape[1:])])
+    inputs["query_start"] = inputs["query_start"].new_tensor([0, count])
+    for name in ("seq_lens", "page_table"):
+        inputs[name] = inputs[name][b : b + 1].contiguous()
+    return run(case.fields, inputs)[:count]
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(1, 24), (100, 9), (320, 4), (700, 2), (900, 1)])
+def test_prefill_bits_are_the_same_alone_and_in_a_batch(rows: int, splits: int) -> None:
+    """In steps of the same S, whatever their numbers of tokens and sequences are."""
+    sequences = [(5000, rows), (100_000, 1), (700, 33), (1500, rows), (3000, 17)]
+    case = make_case("full", "prefill", sequences)
+    tokens = len(case.inputs["q"])
+    assert most_splits(tokens, len(sequences)) == splits
+    out = case.check()
+    same_splits = [t for t in range(tokens // 2, 4 * tokens) if most_splits(t, 1) == splits]
+    for b, part in enumerate(case.parts):
+        for t in (same_splits[0], same_splits[-1]):
+            if t >= part.new:
+                assert torch.equal(alone(case, b, t), out[case.rows(b)]), f"sequence {b} in {t} tokens"
+
+
+def test_prefill_of_few_keys_has_the_bits_of_no_split() -> None:
+    """Up to 960 keys, in steps of any number of tokens."""
+    case = make_case("full", "prefill", [(920, 40)])
+    outs = [alone(case, 0, tokens) for tokens in (40, 200, 1000, 2000)]
+    assert [most_splits(tokens, 1) for tokens in (40, 2000)] == [64, 1]
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
+
+
 @pytest.mark.parametrize("sink", [-20.0, 6.0, 12.0])
 @pytest.mark.parametrize("attention", ["full", "sliding"])
 def test_prefill_counts_the_sink(attention: str, sink: float) -> None:
@@ -345,9 +410,18 @@ def test_prefill_of_a_ragged_batch(attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ["full", "sliding"])
 def test_prefill_bits_are_the_same_on_repeat(attention: str) -> None:
-    case = make_case(attention, "prefill", [(1000, 300), (0, 700)])
-    out = case.run()
-    assert torch.equal(case.run(), out)
+    for sequences in ([(1000, 300), (0, 700)], [(9000, 100), (100_000, 1)], [(5000, 5)]):
+        case = make_case(attention, "prefill", sequences)
+        out = case.run()
+        for _ in range(3):
+            assert torch.equal(case.run(), out)
+
+
+def test_prefill_of_few_tokens_in_a_graph() -> None:
+    """Both kernels, one overlapping the other, give in a replayed CUDA graph what they give when launched."""
+    case = make_case("full", "prefill", [(20_000, 100), (3000, 5)])
+    out = run_op("SinkAttention", case.fields, case.inputs, use_graph=True)["out"]
+    assert torch.equal(out, case.check())
 
 
 @pytest.mark.parametrize("attention", ["full", "sliding"])

@@ -294,6 +294,31 @@ def test_inconsistent_shapes_are_refused_and_can_be_corrected(host: HostLibrary)
     assert graph.shape("out")[1] == (SYMBOLS["T"], SYMBOLS["Hq"] * SYMBOLS["D"])
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 64])
+def test_the_workspace_of_prefill_attention(host: HostLibrary, kv_heads: int) -> None:
+    """Full layers: room for the partial results of every smaller step, by the rule in attention.h; at most 51.2 MB."""
+    op, rows = OPS["SinkAttention"], 0
+    heads = {"Hkv": kv_heads, "Hq": 8 * kv_heads, "D": 128, "W": 528}
+    for most in (1, 15, 16, 17, 48, 97, 193, 769, 1537, 8192):
+        symbols = SYMBOLS | heads | {"T": most, "B": 8, "B1": 9}
+        needed = {}
+        for attention in ("full", "sliding"):
+            window = 0 if attention == "full" else 513
+            fields: dict[str, FieldValue] = {
+                "attention": attention, "phase": "prefill", "window": window, "num_kv_heads": kv_heads,
+            }  # fmt: skip
+            sizes = {b.name: shape(b, symbols) for b in op.node_inputs(fields)}
+            graph = single(host, op, fields, **{name: [DYNAMIC, *size[1:]] for name, size in sizes.items()})
+            graph.prepare(sizes)
+            needed[attention] = graph.workspace_bytes
+        for tokens in range(1, most + 1):
+            splits = min(128, 768 // (kv_heads * -(-tokens // 16)))
+            if splits > 1:
+                rows = max(rows, tokens * 8 * kv_heads * splits)
+        assert rows * (128 * 4 + 2 * 4) <= needed["full"] <= 51.2e6
+        assert needed["sliding"] == 0
+
+
 def test_reading_what_was_overwritten_is_refused(host: HostLibrary) -> None:
     graph = HostGraph(host)
     sample = OPS["Sample"]

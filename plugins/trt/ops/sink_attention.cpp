@@ -40,11 +40,11 @@ cudaError_t enqueueSinkAttention(EnqueueArgs const& args) {
 }
 
 size_t sinkAttentionWorkspace(Node const& node, Symbols const& symbols) {
-    if (node.strField("phase") != "decode") {
-        return 0;
+    int64_t const tokens = symbols[symbol::T], heads = symbols[symbol::Hq], kvHeads = symbols[symbol::Hkv];
+    if (node.strField("phase") == "decode") {
+        return sinkAttentionDecodeWorkspaceBytes(tokens, symbols[symbol::B], heads, kvHeads);
     }
-    return sinkAttentionWorkspaceBytes(symbols[symbol::T], symbols[symbol::B], symbols[symbol::Hq],
-                                       symbols[symbol::Hkv]);
+    return node.strField("attention") == "full" ? sinkAttentionPrefillWorkspaceBytes(tokens, heads, kvHeads) : 0;
 }
 
 } // namespace flint
