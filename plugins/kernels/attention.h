@@ -61,11 +61,11 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
 /// in fresh_kv, and the last min(new, ring) of each sequence are written to kv_pool_out by a second kernel.
 ///
 /// Full layers split the keys of 16 tokens over at most S blocks where the step has few tokens, and merge the splits in
-/// a second kernel. S = 768 / (Hkv n), rounded down, at least 1 and at most 128; n = (T + 15 min(T, B)) / 16, rounded
-/// down, is the greatest number of groups of 16. With Hkv = 4 and one sequence S is 128 up to T = 16, 27 at T = 100, 12
-/// at 256, 3 at 1,024, and 1 from 1,537 on. A split has 8 tiles of 64 keys or more. Within the steps of an S a
-/// sequence's bits depend on nothing but its own tokens and length; with S = 1, and up to 960 keys, they are those of
-/// no split.
+/// a second kernel. S = 768 / (Hkv n), rounded down, at most 128, and 1 where it would be less than 4; n = (T + 15
+/// min(T, B)) / 16, rounded down, is the greatest number of groups of 16. With Hkv = 4 and one sequence S is 128 up to
+/// T = 16, 27 at T = 100, 12 at 256, 4 up to 768, then 1. A split has 8 tiles of 64 keys or more. Within the steps of
+/// an S a sequence's bits depend on nothing but its own tokens and length; with S = 1, and up to 960 keys, they are
+/// those of no split.
 cudaError_t launchSinkAttentionPrefill(SinkAttentionParams const& params, cudaStream_t stream);
 
 } // namespace flint

@@ -30,6 +30,8 @@ static_assert(kSHARED_BYTES <= kCOMMON_SHARED_BYTES);
 /// Blocks that a step may make by splitting keys: a little less than three rounds of two on each of an H200's 132
 /// multiprocessors. More and shorter ones would fill the last round better, but leave more partial results.
 constexpr int kSPLIT_BLOCKS = 768;
+/// With fewer splits than this, a step's blocks fill the GPU about as well unsplit.
+constexpr int kLEAST_SPLITS = 4;
 /// Fewest tiles of a split: leaving and merging its result takes about as long as two.
 constexpr int kSPLIT_TILES = 8;
 
@@ -382,7 +384,8 @@ __global__ void __launch_bounds__(kSTORE_WARPS* kWARP)
 
 /// Most splits of a block's keys in a step of up to so many blocks.
 int mostSplits(unsigned blocks) {
-    return std::clamp(static_cast<int>(kSPLIT_BLOCKS / blocks), 1, kMAX_SPLITS);
+    int const splits = static_cast<int>(kSPLIT_BLOCKS / blocks);
+    return splits < kLEAST_SPLITS ? 1 : std::min(splits, kMAX_SPLITS);
 }
 
 template <int Warps>

@@ -325,18 +325,19 @@ def test_prefill_behind_a_long_context(attention: str, prior: int, chunk: int) -
 def most_splits(tokens: int, sequences: int, kv_heads: int = FLINT_KV_HEADS) -> int:
     """Over how many blocks a full layer's prefill may split the keys of 16 tokens: S in attention.h."""
     groups = (tokens + 15 * min(tokens, sequences)) // 16
-    return max(1, min(128, 768 // (kv_heads * groups)))
+    splits = 768 // (kv_heads * groups)
+    return 1 if splits < 4 else min(splits, 128)
 
 
 @pytest.mark.parametrize("chunk", [1, 9, 16, 17, 64, 100, 256, 512, 1024, 1537])
 @pytest.mark.parametrize("prior", [940, 1024, 4096, 100_000])
 def test_prefill_of_a_chunk_behind_many_keys(prior: int, chunk: int) -> None:
-    """Few tokens have their keys split; the chunks are of all numbers of splits."""
+    """Few tokens have their keys split; the chunks have from 128 splits at most down to none."""
     make_case("full", "prefill", [(prior, chunk)]).check()
 
 
 @pytest.mark.parametrize("sink", [-20.0, 6.0, 12.0])
-@pytest.mark.parametrize("padding", [0, 30, 120, 250, 400, 1000, 1200, 1600])
+@pytest.mark.parametrize("padding", [0, 30, 120, 250, 400, 700, 1600])
 @pytest.mark.parametrize("length", [960, 961, 1024, 1030, 70_000])
 def test_prefill_counts_the_sink_once_for_any_number_of_splits(length: int, padding: int, sink: float) -> None:
     """K3: one to 128 splits, by rows of padding; a large sink would show if each split counted it."""
@@ -365,7 +366,7 @@ def alone(case: Case, b: int, tokens: int) -> Tensor:
     return run(case.fields, inputs)[:count]
 
 
-@pytest.mark.parametrize(("rows", "splits"), [(1, 24), (100, 9), (320, 4), (700, 2), (900, 1)])
+@pytest.mark.parametrize(("rows", "splits"), [(1, 24), (100, 9), (200, 6), (320, 4), (400, 1)])
 def test_prefill_bits_are_the_same_alone_and_in_a_batch(rows: int, splits: int) -> None:
     """In steps of the same S, whatever their numbers of tokens and sequences are."""
     sequences = [(5000, rows), (100_000, 1), (700, 33), (1500, rows), (3000, 17)]
@@ -383,8 +384,8 @@ def test_prefill_bits_are_the_same_alone_and_in_a_batch(rows: int, splits: int) 
 def test_prefill_of_few_keys_has_the_bits_of_no_split() -> None:
     """Up to 960 keys, in steps of any number of tokens."""
     case = make_case("full", "prefill", [(920, 40)])
-    outs = [alone(case, 0, tokens) for tokens in (40, 200, 1000, 2000)]
-    assert [most_splits(tokens, 1) for tokens in (40, 2000)] == [64, 1]
+    outs = [alone(case, 0, tokens) for tokens in (40, 200, 700, 2000)]
+    assert [most_splits(tokens, 1) for tokens in (40, 200, 700, 2000)] == [64, 14, 4, 1]
     for out in outs[1:]:
         assert torch.equal(out, outs[0])
 

@@ -313,7 +313,7 @@ def test_the_workspace_of_prefill_attention(host: HostLibrary, kv_heads: int) ->
             needed[attention] = graph.workspace_bytes
         for tokens in range(1, most + 1):
             splits = min(128, 768 // (kv_heads * -(-tokens // 16)))
-            if splits > 1:
+            if splits >= 4:
                 rows = max(rows, tokens * 8 * kv_heads * splits)
         assert rows * (128 * 4 + 2 * 4) <= needed["full"] <= 51.2e6
         assert needed["sliding"] == 0
