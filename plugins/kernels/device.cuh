@@ -99,7 +99,8 @@ class CopyBarrier {
     /// By one thread; everyone else sees the barrier after a __syncthreads.
     __device__ __forceinline__ void open() {
         asm volatile(
-            "mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(sharedAddress(&mState))
+            "mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::
+                "r"(sharedAddress(&mState))
             : "memory");
     }
 
