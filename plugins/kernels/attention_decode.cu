@@ -1,9 +1,9 @@
 // Split-KV decode. A work item is (sequence, split of its keys, KV head); resident blocks stride over the items.
 //
 // Keys travel in chunks of 16 (K and V: 8 KB). A group of warps, at one token a single warp, owns every so many-th
-// chunk of the item and has a shared-memory pipeline of its own, so the main loop has no block-wide barrier and a block
-// has at least two thirds of its shared memory under way. Operands are swapped: S^T = K Q^T and O^T = V^T P^T, so that
-// the 8 heads of a group fill the 8 columns of m16n8k16 and each further token costs exactly 8 more.
+// chunk of the item and has a shared-memory pipeline of its own, so the main loop has no block-wide barrier and all of
+// a block's shared memory but the chunks in work is under way. Operands are swapped: S^T = K Q^T and O^T = V^T P^T, so
+// that the 8 heads of a group fill the 8 columns of m16n8k16 and each further token costs exactly 8 more.
 //
 // A group's (m, l, O) are merged through shared memory. Where a sequence has several splits, each leaves its
 // unnormalised result in the workspace, and the last to arrive merges them in order of split and adds the sink: a merge
@@ -21,8 +21,8 @@ namespace attention {
 
 namespace {
 
-/// Warps of the kernel for steps of one token a sequence: a window's chunks in three rounds, two of them under way
-/// before the wait. With several tokens a sequence their state would not fit the registers.
+/// Warps of the kernel for windows in steps of one token a sequence: a window's chunks in three rounds, two of them
+/// under way before the wait. With several tokens a sequence their state would not fit the registers.
 constexpr int kSINGLE_WARPS = 14;
 
 /// Chunks of shared memory a warp; groups of several warps pool theirs.
@@ -211,7 +211,10 @@ __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const&
 template <int Warps>
 constexpr int kSHARED_BYTES = Warps * kSTAGES<Warps> * kCHUNK_BYTES;
 
+static_assert(kSINGLE_WARPS * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<kSINGLE_WARPS>,
+              "the merge reuses the chunks' memory");
 static_assert(8 * 2 * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<8>, "the merge reuses the chunks' memory");
+static_assert(kSHARED_BYTES<4> + 1024 <= kCOMMON_SHARED_BYTES, "any GPU runs the kernel of four warps");
 static_assert(4 * 2 * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<4>, "the merge reuses the chunks' memory");
 
 /// Grid: as many blocks as are resident, or as there can be items. 8 warps use a whole SM of 227 KB, 4 warps half of
@@ -239,7 +242,8 @@ __global__ void __launch_bounds__(Warps* kWARP, Warps == 8 ? 1 : 2)
     zeroPadding(a);
 }
 
-/// For steps of one token a sequence, in rings. Should one have more nevertheless, they follow one another.
+/// For steps of one token a sequence, in rings, whose windows are never split. Should a sequence have more tokens
+/// nevertheless (and another one none), they follow one another.
 __global__ void __launch_bounds__(kSINGLE_WARPS* kWARP, 1)
     sinkAttentionSingleKernel(DecodeArguments const __grid_constant__ a) {
     extern __shared__ __align__(256) uint8_t shared[];
@@ -361,7 +365,8 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
 
     int64_t const items = std::min(params.sequences, params.tokens) * params.kv_heads * a.max_splits;
     bool const paged = params.ring == 0;
-    if (latency && !paged && params.tokens == params.sequences && sharedBytes >= kSHARED_BYTES<kSINGLE_WARPS> + 1024) {
+    bool const single = latency && !paged && a.max_splits == 1 && params.tokens == params.sequences;
+    if (single && sharedBytes >= kSHARED_BYTES<kSINGLE_WARPS> + 1024) {
         return launchDecode<kSINGLE_WARPS>(sinkAttentionSingleKernel, a, items, sms, stream);
     }
     if (latency && sharedBytes >= kSHARED_BYTES<8> + 1024) {

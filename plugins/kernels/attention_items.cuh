@@ -1,7 +1,8 @@
 // Decode: which keys a block works on, and how they come into shared memory.
 //
-// An item is (sequence, split of its keys, KV head). How many splits a sequence has depends on nothing but its length
-// and its number of new tokens, so that its result does not depend on the batch.
+// An item is (sequence, split of its keys, KV head). How many splits a sequence has depends on its length, its number
+// of new tokens and the launch's max_splits and split_units, but not on the batch's other sequences: its result does
+// not, either (classes of launches: launchSinkAttentionDecode).
 #pragma once
 
 #include "kernels/attention.cuh"

@@ -20,6 +20,7 @@ namespace {
 constexpr int kROWS = kBLOCK_TOKENS * kGROUP;
 constexpr int kQUERY_BYTES = kROWS * kROW_BYTES;
 constexpr int kSHARED_BYTES = kQUERY_BYTES + 2 * kTILE_BYTES;
+static_assert(kSHARED_BYTES <= kCOMMON_SHARED_BYTES);
 
 /// A warp's rows: `Panels` times 16 rows of 2 tokens; a lane has head lane / 4 of both.
 template <int Panels>

@@ -149,6 +149,14 @@ __device__ __forceinline__ uint4 loadStreaming(void const* pointer) {
     return value;
 }
 
+/// The same of 8 bytes, which L1 may keep.
+__device__ __forceinline__ void loadStreaming8(void const* pointer, uint32_t& low, uint32_t& high) {
+    asm volatile("ld.global.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
+                 : "=r"(low), "=r"(high)
+                 : "l"(pointer), "l"(readOncePolicy())
+                 : "memory");
+}
+
 /// 16 bytes of an activation, at this place in the program: several of them are under way together, where the compiler
 /// would else put each just before its use.
 __device__ __forceinline__ uint4 loadNow16(void const* pointer) {
@@ -160,26 +168,20 @@ __device__ __forceinline__ uint4 loadNow16(void const* pointer) {
     return value;
 }
 
+/// Fewer bytes, at this place in the program, too.
 __device__ __forceinline__ float2 loadNow8(void const* pointer) {
     float2 value;
     asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(pointer) : "memory");
     return value;
 }
 
-__device__ __forceinline__ void loadStreaming8(void const* pointer, uint32_t& low, uint32_t& high) {
-    asm volatile("ld.global.L2::cache_hint.v2.u32 {%0,%1}, [%2], %3;"
-                 : "=r"(low), "=r"(high)
-                 : "l"(pointer), "l"(readOncePolicy())
-                 : "memory");
-}
-
-__device__ __forceinline__ uint32_t loadStreaming4(void const* pointer) {
+__device__ __forceinline__ uint32_t loadNow4(void const* pointer) {
     uint32_t value;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
     return value;
 }
 
-__device__ __forceinline__ uint32_t loadStreaming2(void const* pointer) {
+__device__ __forceinline__ uint32_t loadNow2(void const* pointer) {
     uint16_t value;
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(pointer) : "memory");
     return value;

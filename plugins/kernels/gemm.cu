@@ -1,7 +1,9 @@
 // Matrix products of dense prefill: checks, and the choice of a tile shape.
 #include "kernels/gemm.h"
 
+#include "kernels/gemm_config.cuh"
 #include "kernels/gemm_problem.h"
+#include "kernels/launch.h"
 #include "kernels/panel.cuh"
 
 namespace flint {
@@ -24,18 +26,34 @@ int64_t ceilDiv(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-/// The shape with the shortest time if every multiprocessor worked on one tile after another.
-GemmShape chooseShape(GemmParams const& params, GemmShape largest, int processors) {
-    GemmShape best = largest;
+template <WeightFormat F, GemmEpilogue E>
+int sharedBytes(GemmShape shape) {
+    static_assert(GemmMedium<F, E>::SHARED_BYTES <= kCOMMON_SHARED_BYTES);
+    switch (shape) {
+    case GemmShape::kLarge:
+        return GemmLarge<F, E>::SHARED_BYTES; // with wgmma more, on a GPU that has it
+    case GemmShape::kMedium:
+        return GemmMedium<F, E>::SHARED_BYTES;
+    case GemmShape::kSmall:
+        return GemmSmall<F, E>::SHARED_BYTES;
+    case GemmShape::kTiny:
+        break;
+    }
+    return GemmTiny<F, E>::SHARED_BYTES;
+}
+
+/// The shape, of those that fit, with the shortest time if every multiprocessor worked on one tile after another.
+GemmShape chooseShape(GemmParams const& params, GemmDevice const& device) {
+    GemmShape best = GemmShape::kMedium;
     int64_t bestTime = INT64_MAX;
     for (ShapeCost const& cost : kSHAPES) {
-        if (cost.shape < largest) {
+        if (!gemmFits(params.format, params.epilogue, cost.shape, device)) {
             continue;
         }
         int64_t const tokens = gemmShapeTokens(cost.shape);
         int64_t const rows = params.epilogue == GemmEpilogue::kStore ? cost.rows : cost.glu_rows;
         int64_t const tiles = ceilDiv(params.tokens, tokens) * ceilDiv(params.rows, rows);
-        int64_t const time = ceilDiv(tiles, processors) * tokens * rows * cost.slowness;
+        int64_t const time = ceilDiv(tiles, device.processors) * tokens * rows * cost.slowness;
         if (time < bestTime) {
             bestTime = time;
             best = cost.shape;
@@ -46,19 +64,22 @@ GemmShape chooseShape(GemmParams const& params, GemmShape largest, int processor
 
 } // namespace
 
-cudaError_t gemmDevice(WeightFormat format, GemmDevice& info) {
-    int device = 0, shared = 0;
+cudaError_t gemmDevice(GemmDevice& info) {
+    int device = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess) {
         status = cudaDeviceGetAttribute(&info.processors, cudaDevAttrMultiProcessorCount, device);
     }
-    if (status == cudaSuccess) {
-        status = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    }
-    // BF16 weights in large tiles take 160 KB, NVFP4 96 KB; sm_120 has 99.
-    bool const fits = format == WeightFormat::kNVFP4 || shared >= 164 * 1024;
-    info.largest = fits ? GemmShape::kLarge : GemmShape::kMedium;
-    return status;
+    return status != cudaSuccess ? status : blockSharedBytes(info.shared_bytes);
+}
+
+bool gemmFits(WeightFormat format, GemmEpilogue epilogue, GemmShape shape, GemmDevice const& device) {
+    bool const packed = format == WeightFormat::kNVFP4, store = epilogue == GemmEpilogue::kStore;
+    int const bytes = packed ? (store ? sharedBytes<WeightFormat::kNVFP4, GemmEpilogue::kStore>(shape)
+                                      : sharedBytes<WeightFormat::kNVFP4, GemmEpilogue::kSwiGlu>(shape))
+                             : (store ? sharedBytes<WeightFormat::kBF16, GemmEpilogue::kStore>(shape)
+                                      : sharedBytes<WeightFormat::kBF16, GemmEpilogue::kSwiGlu>(shape));
+    return bytes <= device.shared_bytes;
 }
 
 cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape,
@@ -95,11 +116,11 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
     }
     problem.round_gate_up = true;
     GemmDevice device;
-    cudaError_t const status = gemmDevice(params.format, device);
+    cudaError_t const status = gemmDevice(device);
     if (status != cudaSuccess) {
         return status;
     }
-    GemmShape const shape = chooseShape(params, device.largest, device.processors);
+    GemmShape const shape = chooseShape(params, device);
     int64_t const groups = ceilDiv(params.tokens, gemmShapeTokens(shape));
     return launchGemmProblem(params.format, problem, params.epilogue, shape, groups, stream);
 }

@@ -47,10 +47,13 @@ constexpr int gemmShapeTokens(GemmShape shape) {
 
 struct GemmDevice {
     int processors;
-    GemmShape largest; ///< that fits the GPU's shared memory
+    int shared_bytes; ///< that a block can have
 };
 
-cudaError_t gemmDevice(WeightFormat format, GemmDevice& info);
+cudaError_t gemmDevice(GemmDevice& info);
+
+/// Whether the GPU has the shared memory for a tile shape; kMedium fits all GPUs.
+bool gemmFits(WeightFormat format, GemmEpilogue epilogue, GemmShape shape, GemmDevice const& device);
 
 /// `max_groups` bounds the groups of a grouped problem, or counts the token tiles of a dense one.
 cudaError_t launchGemmNvfp4(GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape, int64_t max_groups,

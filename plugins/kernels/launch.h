@@ -10,7 +10,8 @@
 namespace flint {
 
 /// Launch `kernel` so that it overlaps its predecessor's tail. The kernel must call waitForPredecessor() before it
-/// touches any activation, and every kernel of the stream must call it, or an earlier one's writes may not be visible.
+/// touches any activation (but for those that were complete when its predecessor called allowSuccessor), and every
+/// kernel of the stream must call it, or an earlier one's writes may not be visible.
 template <typename... Params, typename... Args>
 cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, size_t sharedBytes, cudaStream_t stream,
                              Args&&... args) {
@@ -25,6 +26,17 @@ cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, s
     config.attrs = &attribute;
     config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...);
+}
+
+/// Shared memory that a block can have on every GPU we compile for: the 99 KB of compute capability 12.x.
+constexpr size_t kCOMMON_SHARED_BYTES = 99 * 1024;
+
+/// Shared memory that a block can have on this GPU, static and dynamic together.
+inline cudaError_t blockSharedBytes(int& bytes) {
+    int device = 0;
+    cudaError_t const status = cudaGetDevice(&device);
+    return status != cudaSuccess ? status
+                                 : cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
 /// Let a kernel use this much dynamic shared memory: beside its static one, more than 48 KB in all must be allowed.

@@ -44,24 +44,58 @@ __global__ void __launch_bounds__(Split<F, K>::kSPLIT* kWARP) linearDecodeKernel
     }
 }
 
+template <WeightFormat F, int K, int TOKENS>
+constexpr size_t kSTAGED_BYTES = Split<F, K>::kSPLIT * StagedX<Split<F, K>::kTILES, TOKENS>::kVECTORS * sizeof(uint4);
+
+/// Dynamic and static shared memory of a block.
+template <WeightFormat F, int K, int TOKENS>
+constexpr size_t kSHARED_BYTES = kSTAGED_BYTES<F, K, TOKENS> + PartialSums::floats(Split<F, K>::kSPLIT) * sizeof(float);
+
 template <WeightFormat F, int K, int TOKENS, bool ORDERED>
 cudaError_t launchTokens(LinearParams const& params, cudaStream_t stream) {
     auto const kernel = linearDecodeKernel<F, K, TOKENS, ORDERED>;
     constexpr int PARTS = Split<F, K>::kSPLIT;
-    constexpr size_t BYTES = PARTS * StagedX<Split<F, K>::kTILES, TOKENS>::kVECTORS * sizeof(uint4);
+    constexpr size_t BYTES = kSTAGED_BYTES<F, K, TOKENS>;
     if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
         return error;
     }
     return launchOverlapped(kernel, dim3(params.rows / kPANEL_ROWS), dim3(PARTS * kWARP), BYTES, stream, params);
 }
 
+/// Token after token: the same bits, as a token is a column of the products by itself.
+template <WeightFormat F, int K, bool ORDERED>
+cudaError_t launchEachToken(LinearParams const& params, cudaStream_t stream) {
+    LinearParams one = params;
+    one.tokens = 1;
+    for (int token = 0; token < params.tokens; ++token) {
+        one.x = params.x + int64_t{token} * params.columns;
+        one.y = params.y + int64_t{token} * params.rows;
+        if (cudaError_t const error = launchTokens<F, K, 1, ORDERED>(one, stream); error != cudaSuccess) {
+            return error;
+        }
+    }
+    return cudaSuccess;
+}
+
 template <WeightFormat F, int K, bool ORDERED>
 cudaError_t launchInstance(LinearParams const& params, cudaStream_t stream) {
+    static_assert(kSHARED_BYTES<F, K, 1> <= kCOMMON_SHARED_BYTES);
     if (params.ordered != ORDERED) {
         return cudaErrorInvalidValue;
     }
-    return params.tokens == 1 ? launchTokens<F, K, 1, ORDERED>(params, stream)
-                              : launchTokens<F, K, 8, ORDERED>(params, stream);
+    if (params.tokens == 1) {
+        return launchTokens<F, K, 1, ORDERED>(params, stream);
+    }
+    if constexpr (kSHARED_BYTES<F, K, kDECODE_TOKENS> > kCOMMON_SHARED_BYTES) {
+        int available = 0;
+        if (cudaError_t const error = blockSharedBytes(available); error != cudaSuccess) {
+            return error;
+        }
+        if (static_cast<size_t>(available) < kSHARED_BYTES<F, K, kDECODE_TOKENS>) {
+            return launchEachToken<F, K, ORDERED>(params, stream);
+        }
+    }
+    return launchTokens<F, K, kDECODE_TOKENS, ORDERED>(params, stream);
 }
 
 template <WeightFormat F>

@@ -90,13 +90,19 @@ cudaError_t launchRows(LmHeadParams const& params, int first, cudaStream_t strea
 
 template <WeightFormat F, int H>
 cudaError_t launchFormat(LmHeadParams const& params, cudaStream_t stream) {
+    static_assert(sizeof(HeadShared<F, H, 8>) <= kCOMMON_SHARED_BYTES);
+    int available = 0;
+    if (cudaError_t const error = blockSharedBytes(available); error != cudaSuccess) {
+        return error;
+    }
+    int const most = static_cast<size_t>(available) < sizeof(HeadShared<F, H, 32>) ? 8 : 32;
     for (int first = 0; first < params.rows;) {
         int const left = params.rows - first;
         cudaError_t error;
         if (left == 1) {
             error = launchRows<F, H, 1>(params, first, stream);
             first += 1;
-        } else if (left <= 8) {
+        } else if (left <= 8 || most == 8) {
             error = launchRows<F, H, 8>(params, first, stream);
             first += 8;
         } else {

@@ -24,6 +24,8 @@ struct LmHeadParams {
     int vocabulary; ///< V
 };
 
+/// Rows go 32 at a time, where a block's shared memory holds so many (not on compute capability 12.x), and the rest, if
+/// it is up to 8 rows, by a kernel that sums in another order: there a row's bits depend on R.
 /// Returns cudaErrorInvalidValue for a shape that has no instance.
 cudaError_t launchLmHead(LmHeadParams const& params, cudaStream_t stream);
 

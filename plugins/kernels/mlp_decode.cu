@@ -72,6 +72,7 @@ cudaError_t launchInstance(MlpParams const& params, bf16* x, bf16* act, cudaStre
     auto const kernel = mlpUpKernel<F, H, false>;
     constexpr size_t BYTES =
         Split<F, H>::kSPLIT * StagedX<Split<F, H>::kTILES, kDECODE_TOKENS>::kVECTORS * sizeof(uint4);
+    static_assert(BYTES + sizeof(MlpShared<F, H>) <= kCOMMON_SHARED_BYTES);
     if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
         return error;
     }

@@ -1,7 +1,8 @@
 // The experts of NormMoe's low-latency path, after moe_route.cu:
-//   up:   gate, up and SwiGLU of each chosen expert
+//   up:   gate, up and SwiGLU of each chosen expert, and of several tokens the shared expert's, too
 //   down: down projections of the chosen and the shared expert, combine
-// Each block owns 16 rows of one matrix, so only the chosen experts' bytes move and nothing is scattered.
+// A panel, 16 rows of one matrix, is multiplied by one group of warps: only the chosen experts' bytes move, each once
+// for all tokens, and nothing is scattered.
 #include "kernels/launch.h"
 #include "kernels/moe_internal.h"
 #include "kernels/swiglu.cuh"
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
 template <WeightFormat F>
 constexpr int kUP_WARPS = F == WeightFormat::kNVFP4 ? 16 : 8;
 
-/// Whether the kernel below has registers to load the tensor scales before the product; on 10.0 it would spill.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
+/// Whether the kernel below has registers to load the tensor scales before the product; on 10.x it would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1100
 constexpr bool kSCALES_AHEAD = false;
 #else
 constexpr bool kSCALES_AHEAD = true;
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP
     if (sharedPart >= 0) {
         slice.template load<S>(params.shared_down + panel * panelBytes(F, S), sharedPart, lane);
     }
-    // Complete: the up kernel let this one start when it had written them.
+    // Complete: the up kernel let this one start when it had written them, behind a fence; copyRoutes reads past L1.
     copyRoutes(shared.routes, *work.routes);
     __syncthreads();
     auto const load = [&](SliceOf<F, I>& target, int index, int part) {
@@ -331,7 +332,7 @@ __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP
             float const scale =
                 kRESTORE<F> * (params.down_scale == nullptr
                                    ? 1.0f
-                                   : __uint_as_float(loadStreaming4(params.down_scale + routes.distinct[index])));
+                                   : __uint_as_float(loadNow4(params.down_scale + routes.distinct[index])));
             float acc[1][4];
             slice.multiply(acc, part, RowX<I>{mine < 0 ? nullptr : shared.act + mine * RowX<I>::kSTRIDE, lane});
 #pragma unroll
@@ -383,6 +384,8 @@ cudaError_t launchSeveral(MoeParams const& params, MoeDecodeWorkspace const& wor
             return error;
         }
     }
+    static_assert(sizeof(UpShared<F, H, E>) <= kCOMMON_SHARED_BYTES);
+    static_assert(sizeof(DownShared<I, S>) <= kCOMMON_SHARED_BYTES);
     auto const up = moeUpKernel<F, H, E, I, S>;
     if (cudaError_t const error = allowShared(up, sizeof(UpShared<F, H, E>)); error != cudaSuccess) {
         return error;

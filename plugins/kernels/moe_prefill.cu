@@ -99,14 +99,17 @@ __global__ void __launch_bounds__(kCOMBINE_THREADS) moeCombineKernel(CombinePara
     params.out[i] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/// By mean positions per expert: a tile should be filled, and weights be dequantised for as many as there are.
-GemmShape chooseShape(MoePrefillParams const& params, GemmShape largest) {
+/// By mean positions per expert: a tile should be filled, and weights be dequantised for as many as there are. Both
+/// products have the same groups, so the same shape.
+GemmShape chooseShape(MoePrefillParams const& params, GemmDevice const& device) {
     int64_t const mean = params.tokens * kTOP_K / params.num_experts;
     GemmShape const shape = mean >= 64   ? GemmShape::kLarge
                             : mean >= 32 ? GemmShape::kMedium
                             : mean >= 12 ? GemmShape::kSmall
                                          : GemmShape::kTiny;
-    return shape < largest ? largest : shape;
+    bool const fits = gemmFits(params.format, GemmEpilogue::kSwiGlu, shape, device) &&
+                      gemmFits(params.format, GemmEpilogue::kStore, shape, device);
+    return fits ? shape : GemmShape::kMedium;
 }
 
 } // namespace
@@ -127,11 +130,11 @@ cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream
         return cudaSuccess;
     }
     GemmDevice device;
-    cudaError_t status = gemmDevice(params.format, device);
+    cudaError_t status = gemmDevice(device);
     if (status != cudaSuccess) {
         return status;
     }
-    GemmShape const shape = chooseShape(params, device.largest);
+    GemmShape const shape = chooseShape(params, device);
     Workspace const work(params.workspace, params.tokens, params.num_experts, params.hidden, params.intermediate);
 
     MoeSortParams sort{};

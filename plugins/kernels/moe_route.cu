@@ -1,5 +1,6 @@
 // First kernels of NormMoe's low-latency path: norm and router logits; for one token also the shared expert's gate, up
-// and SwiGLU. (The choice of experts is made by the kernels that need it.)
+// and SwiGLU. The choice of experts is made from the logits in every block of the next kernel, which is cheaper than
+// one more kernel (see moe_decode.cu).
 #include "kernels/launch.h"
 #include "kernels/moe_internal.h"
 #include "kernels/norm_rows.h"

@@ -60,7 +60,8 @@ struct RouterKeys {
                 keys[i] = 0;
             }
         }
-        // NaN logits leave no key: stay in range, the weights will be NaN.
+        // A NaN's key is the largest, or, if all its bits are ones, 0 like a taken expert's: then expert 0 may come
+        // several times. In range in any case, and the weights will be NaN.
         return static_cast<int>(min(chosen, unsigned{E - 1}));
     }
 
@@ -172,7 +173,7 @@ __device__ __forceinline__ void routeStep(RouterKeys<E> const& keys, int tokens,
     __syncthreads();
 }
 
-/// Copy a routing between global and shared memory, by a whole block.
+/// Copy a routing between global and shared memory, by a whole block. Reads are volatile: past L1.
 template <int TOKENS>
 __device__ __forceinline__ void copyRoutes(StepRoutes<TOKENS>& target, StepRoutes<TOKENS> const& source) {
     static_assert(sizeof(StepRoutes<TOKENS>) % sizeof(int) == 0);

@@ -3,9 +3,8 @@
 // The rules are those of runtime/flint_runtime/executors/reference_sample.py, and the tokens are its tokens, bit for
 // bit: probabilities are integers, so no order of summation matters. Two kernels:
 //
-//   sampleGroupsKernel  one warp per 128 logits: their maximum and sum of exponentials, and, of a row with bias, mask
-//   or
-//                       penalties, the maximum after those. Other rows read neither bias nor mask nor counts.
+//   sampleGroupsKernel  a warp reduces 128 logits at a time to their maximum and sum of exponentials, and, in a row
+//                       with bias, mask or penalties, to the maximum after those; other rows read none of these.
 //   sampleDrawKernel    one block per row finds the groups that can hold the row's best tokens by those maxima, reads
 //                       only them, and draws. A row whose filters keep an unknown number of tokens (no top-k, or a
 //                       large one) is scanned by its block's whole cluster instead (sample/wide.cuh).

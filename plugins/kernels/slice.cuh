@@ -56,9 +56,9 @@ struct Slice {
                 if constexpr (GROUP == 4) {
                     loadStreaming8(source, scales[i / 2], scales[i / 2 + 1]);
                 } else if constexpr (GROUP == 2) {
-                    scales[i / 2] = loadStreaming4(source);
+                    scales[i / 2] = loadNow4(source);
                 } else {
-                    scales[i / 2] = loadStreaming2(source);
+                    scales[i / 2] = loadNow2(source);
                 }
             }
         }
@@ -122,8 +122,8 @@ struct Slice {
     }
 };
 
-/// Resident blocks a multiprocessor that kernels with a ReadySlice ask for: on 9.0 three fit without spills, and then
-/// all of a projection's blocks are resident together on an H200.
+/// Resident blocks a multiprocessor that the one-token kernels with a norm and a ReadySlice ask for: on 9.0 three fit
+/// without spills, and then all of a projection's blocks are resident together on an H200.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 template <WeightFormat F>
 constexpr int kREADY_BLOCKS = F == WeightFormat::kNVFP4 ? 3 : 1;

@@ -32,11 +32,16 @@ class PrefillBudget:
         """Of the tokens of one sequence from position `start` on."""
         return tokens * (1 + (start + tokens / 2) / _DOUBLING_TOKENS)
 
+    @staticmethod
+    def tokens_of(work: float, start: int) -> int:
+        """How many tokens of a sequence from position `start` on are at most so much work."""
+        weight = 1 + start / _DOUBLING_TOKENS
+        root = math.sqrt(weight * weight + 2 * work / _DOUBLING_TOKENS)
+        return int(_DOUBLING_TOKENS * (root - weight) + 1e-6)  # Of the work of n tokens, n, however it was rounded.
+
     def tokens(self, start: int) -> int:
         """How many tokens of a sequence from position `start` on take the target time; at least a page's."""
-        weight = 1 + start / _DOUBLING_TOKENS
-        root = math.sqrt(weight * weight + 2 * self._work / _DOUBLING_TOKENS)
-        return max(PAGE_TOKENS, int(_DOUBLING_TOKENS * (root - weight)))
+        return max(PAGE_TOKENS, self.tokens_of(self._work, start))
 
     def record(self, work: float, seconds: float) -> None:
         """A step of so much work took so long."""

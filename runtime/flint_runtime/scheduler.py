@@ -2,12 +2,14 @@
 
 Iteration-level batching over two kinds of steps. A decode step takes the next token of every running stream; a prefill
 step takes chunks of prompts. While streams are running the two alternate, and a prefill step takes only as many tokens
-as keep it near a target duration. Whoever came first is served first: in a step, at admission, and when memory runs
-out, where the latest running sequence gives its place back and is computed anew later.
+as keep it near a target duration. Whoever came first gets a place first, and keeps it when memory runs out: then the
+latest running sequence gives its place back and is computed anew later. Among prompts with a place the first does not
+take all: it leaves half of a step to those behind it, so that a short one need not wait for the end of a long one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -45,6 +47,28 @@ class ScheduledStep:
     """Slots to copy before the step, one after the other."""
     work: float = 0.0
     """Of a prefill step: see `PrefillBudget`."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left of a prefill step."""
+
+    tokens: int
+    rows: int
+    """Of logits."""
+    work: float
+    """See `PrefillBudget`."""
+
+    def most(self, sequence: Sequence) -> int:
+        """Tokens that a sequence may take."""
+        most = min(self.tokens, PrefillBudget.tokens_of(self.work, sequence.num_computed))
+        return min(most, self.rows) if sequence.wants_prompt_logprobs else most
+
+    def take(self, sequence: Sequence, count: int, sign: int = 1) -> None:
+        """Take the next `count` tokens of a sequence; with sign -1, put them back."""
+        self.tokens -= sign * count
+        self.rows -= sign * (count if sequence.wants_prompt_logprobs else 1)
+        self.work -= sign * PrefillBudget.work(sequence.num_computed, count)
 
 
 class Scheduler:
@@ -188,40 +212,47 @@ class Scheduler:
         return True
 
     def _prefill(self) -> ScheduledStep | None:
-        """Chunks of the prompts, those that have a place first."""
+        """Chunks of the prompts, those that have a place first.
+
+        Each one, unless it comes to its end, leaves half of what it finds to those behind it; what they do not take
+        goes back. So no prompt takes more than twice the steps that it would take with nobody behind it.
+        """
         step = ScheduledStep("prefill")
-        tokens, rows = self._limits.prefill_chunk, self._limits.logits_rows
-        share = 1.0
-        """Of the target duration that is left."""
-        candidates = [s for s in self.running if s.num_tokens - s.num_computed > 1]
-        paced = len(candidates) < len(self.running)
-        while tokens and rows and share > 0 and len(step.sequences) < self._limits.max_batch:
-            candidate = candidates.pop(0) if candidates else self._admit()
-            if candidate is None:
+        prompts = deque(s for s in self.running if s.num_tokens - s.num_computed > 1)
+        paced = len(prompts) < len(self.running)
+        room = _Room(self._limits.prefill_chunk, self._limits.logits_rows, math.inf)
+        while room.tokens and room.rows and room.work >= 1 and len(step.sequences) < self._limits.max_batch:
+            sequence = prompts.popleft() if prompts else self._admit()
+            if sequence is None:
                 break
-            sequence = candidate
             start = sequence.num_computed
             if sequence.num_tokens - start == 1:  # All but the last token was cached: it is decoded.
                 continue
-            most = tokens
-            if paced:
-                full = self._budget.tokens(start)
-                most = min(most, max(1, int(share * full)))
-            if sequence.wants_prompt_logprobs:
-                most = min(most, rows)
+            if not step.sequences:
+                # All together do no more work than the oldest could alone, or it would get half of ever longer steps.
+                alone = min(room.tokens, self._budget.tokens(start)) if paced else room.tokens
+                room.work = PrefillBudget.work(start, alone)
+            most = room.most(sequence)
+            if most < sequence.num_tokens - start and (most >= PAGE_TOKENS or not step.sequences):
+                # Whole pages, so that the end of a page, where the chunk is cut, does not take from this one's half.
+                most -= most // 2 // PAGE_TOKENS * PAGE_TOKENS or most // 2
             count = self._chunk(sequence, most)
-            if paced:
-                share -= count / full
+            if not count:
+                break
             self._keep_prefix(sequence)
+            room.take(sequence, count)
             step.sequences.append(sequence)
             step.starts.append(start)
             step.counts.append(count)
-            step.work += PrefillBudget.work(start, count)
-            tokens -= count
-            rows -= count if sequence.wants_prompt_logprobs else 1
         if not step.sequences:
             return None
-        for sequence, count in zip(step.sequences, step.counts, strict=True):
+        for index in reversed(range(len(step.sequences))):
+            sequence, count = step.sequences[index], step.counts[index]
+            room.take(sequence, count, -1)
+            step.counts[index] = max(count, self._chunk(sequence, room.most(sequence)))
+            room.take(sequence, step.counts[index])
+        for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
+            step.work += PrefillBudget.work(start, count)
             sequence.num_computed += count
             if sequence.num_computed == sequence.num_tokens:
                 sequence.num_tokens += 1
@@ -247,7 +278,7 @@ class Scheduler:
             return None
         sequence = self.waiting[0]
         attempt = (sequence.number, self._kv.releases)
-        if attempt == self._blocked:
+        if attempt == self._blocked or self._is_being_computed(sequence):
             return None
         # Every running stream may soon need a page: without them it would only come to preempt the newcomer again.
         reuse = not sequence.wants_prompt_logprobs
@@ -276,6 +307,21 @@ class Scheduler:
         if last - cached >= _CUT_TOKENS and total - last > self._kv.slack and last not in sequence.boundaries:
             sequence.boundaries.append(last)
         return sequence
+
+    def _is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether a prompt in work has yet to compute tokens that this one shares, and enough to be worth the wait."""
+        if sequence.wants_prompt_logprobs or not self._kv.config.enable_prefix_caching:
+            return False
+        tokens = sequence.tokens
+        for other in self.running:
+            # At least a page more than is computed, and as much behind its last snapshot as is worth another.
+            end = max(other.num_computed + PAGE_TOKENS, other.kept_boundary + _CUT_TOKENS)
+            if end > min(len(other.tokens), len(tokens)):
+                continue
+            first = end - PAGE_TOKENS  # Compared first, as most prompts differ there.
+            if tokens[first:end] == other.tokens[first:end] and tokens[:first] == other.tokens[:first]:
+                return True
+        return False
 
     def _keep_prefix(self, sequence: Sequence) -> None:
         """Register a sequence's full pages, and keep its sliding state at the last boundary if that is still there."""

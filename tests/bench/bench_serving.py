@@ -22,7 +22,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,6 +38,7 @@ from flint_runtime.manifest import WeightFormat
 from flint_runtime.request import EngineRequest
 from flint_runtime.sampling_params import SamplingParams
 from tests.bench import full_size
+from tests.bench.report import Record
 
 BATCHES = (1, 8, 32, 64)
 CONTEXT = 1024
@@ -49,23 +50,6 @@ ROUNDS = 3
 """Pairs of such prompts."""
 MOST_STALL_MS = 60.0
 LEAST_SPEED_UP = 20.0
-
-
-@dataclass(frozen=True)
-class Record:
-    """One line of the results; see the performance document for the meaning of the fields."""
-
-    bench: str
-    weights: str
-    batch: int
-    context: int
-    tokens: int
-    median_ms: float
-    p95_ms: float
-    bytes: int | None
-    floor_ms: float | None
-    kernels: int | None
-    note: str
 
 
 class Serving:

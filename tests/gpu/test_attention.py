@@ -294,6 +294,13 @@ def test_the_sink_counts_once_for_any_number_of_splits(length: int, sink: float)
     make_case("full", "decode", [(length - 1, 1)] + [(1, 1)] * 20, sink=sink).check()
 
 
+@pytest.mark.parametrize("window", [569, 570, 700, 5000])
+def test_a_window_that_is_split(window: int) -> None:
+    """Wider than Flint's, so that one token's keys are shared by several blocks."""
+    ring = -(-(window + 7) // 16) * 16
+    make_case("sliding", "decode", [(1999, 1), (6000, 1)], window=window, ring=ring).check()
+
+
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("length", [512, 513, 514, 515, 1024, 1026, 1030, 2000])
 def test_a_needle_at_the_window_edge(phase: str, length: int) -> None:

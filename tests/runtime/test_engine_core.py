@@ -228,6 +228,31 @@ def test_more_work_than_memory() -> None:
     check_idle(core)
 
 
+def test_a_short_prompt_overtakes_a_long_one() -> None:
+    """Its tokens come while the long one is being prefilled, in twice as many steps at most; both are as alone."""
+    long, short = request("long", prompt(900), 20), request("short", prompt(30, 1), 5)
+    core, executor = open_core()
+    core.add(long)
+    for _ in range(3):
+        core.step()
+    core.add(short)
+    found, before = Collected(), len(executor.steps)
+    while not found.outputs:
+        found.add(core.step())
+    # Its prompt's step, and the next one, which was submitted before that one was read.
+    assert found.tokens("short") and len(executor.steps) == before + 2
+    while "long" not in found.outputs:
+        assert core.has_work()
+        found.add(core.step())
+    assert found.last("short").finish_reason == "length"
+    assert core.stats().prefill_steps <= 2 * -(-900 // LIMITS.prefill_chunk)
+    while core.has_work():
+        found.add(core.step())
+    for one in (long, short):
+        assert found.tokens(one.request_id) == expected_tokens(one)
+    check_idle(core)
+
+
 def test_the_first_request_is_never_preempted() -> None:
     core, _ = open_core(pages=10, max_model_len=600)
     for one in (
@@ -434,6 +459,17 @@ def test_a_prompt_of_which_all_but_one_token_is_cached() -> None:
     found = run(core, [request("1", one.prompt, 1)])
     assert [phase for phase, _ in executor.steps] == ["prefill", "decode"]
     assert found.last("1").cached_tokens == 64 and found.tokens("1") == expected_tokens(one)
+
+
+@pytest.mark.usefixtures("short_cuts")
+@pytest.mark.parametrize("config", [FAKE, SLIDING, FULL])
+def test_prompts_that_come_together_compute_their_prefix_once(config: ModelConfig) -> None:
+    core, _ = open_core(config=config)
+    requests = [request(str(i), prompt(900), 5, temperature=1.0, seed=i) for i in range(6)]
+    found = run(core, requests)
+    assert core.stats().prompt_tokens_computed <= 900 + 6 * 64
+    for one in requests:
+        assert found.tokens(one.request_id) == expected_tokens(one, config)
 
 
 @pytest.mark.usefixtures("short_cuts")

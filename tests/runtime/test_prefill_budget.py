@@ -56,3 +56,11 @@ def test_at_least_a_page() -> None:
     budget = PrefillBudget(1e-9)
     budget.record(budget.work(0, 100), 1.0)
     assert budget.tokens(250_000) == 64
+
+
+@pytest.mark.parametrize("start", [0, 17, 8192, 262_144])
+def test_tokens_of_the_work_of_tokens(start: int) -> None:
+    for tokens in (1, 63, 64, 1000, 8192):
+        work = PrefillBudget.work(start, tokens)
+        assert PrefillBudget.tokens_of(work, start) == tokens
+        assert PrefillBudget.tokens_of(work - 0.01, start) == tokens - 1

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from flint_runtime import prefill_budget
 from flint_runtime import scheduler as module
 from flint_runtime.kv_cache import KVCacheConfig, KVCacheManager
 from flint_runtime.manifest import Limits
+from flint_runtime.prefill_budget import PrefillBudget
 from flint_runtime.scheduler import ScheduledStep, Scheduler
 from flint_runtime.sequence import Sequence, Status
 from tests.runtime.cores import request
@@ -36,9 +38,10 @@ class Driver:
         self.scheduler = Scheduler(self.kv, LIMITS, target_seconds=target_seconds)
         self.count = 0
 
-    def add(self, length: int, max_tokens: int = 50, **params: Any) -> Sequence:
-        """A request of `length` prompt tokens; each prompt is like no other."""
-        prompt = [(self.count * 7 + i) % 50_000 for i in range(length)]
+    def add(self, length: int, max_tokens: int = 50, *, head: list[int] | None = None, **params: Any) -> Sequence:
+        """A request of `length` prompt tokens; each prompt is like no other, but for its `head`."""
+        prompt = head or []
+        prompt = prompt + [(self.count * 7 + i) % 50_000 for i in range(length - len(prompt))]
         sequence = Sequence(request(str(self.count), prompt, max_tokens, **params), self.count, speculative=False)
         self.count += 1
         self.scheduler.add(sequence)
@@ -66,10 +69,10 @@ def test_prompts_fill_a_step_in_order_of_arrival() -> None:
     driver = Driver()
     for length in (100, 200, 30):
         driver.add(length)
-    # Of the second, as many as fit, to the end of a page.
-    assert driver.step() == ("prefill", {0: 100, 1: 128, 2: 28})
-    assert driver.step() == ("decode", {0: 1})
-    assert driver.step() == ("prefill", {1: 72, 2: 2})
+    # The second does not fit: it leaves room to the third, and ends with a page.
+    assert driver.step() == ("prefill", {0: 100, 1: 64, 2: 30})
+    assert driver.step() == ("decode", {0: 1, 2: 1})
+    assert driver.step() == ("prefill", {1: 136})
     assert driver.step() == ("decode", {0: 1, 1: 1, 2: 1})
 
 
@@ -89,6 +92,107 @@ def test_a_prompt_gets_whole_chunks_while_no_stream_runs() -> None:
     driver = Driver(target_seconds=1e-9)
     driver.add(600)
     assert [driver.step()[1] for _ in range(3)] == [{0: 256}, {0: 256}, {0: 88}]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    driver = Driver()
+    driver.add(3000)
+    assert driver.step() == ("prefill", {0: 256})
+    driver.add(40)
+    driver.add(300)
+    # What the others leave of their half goes back, in whole pages.
+    assert driver.step() == ("prefill", {0: 128, 1: 40, 2: 64})
+    assert driver.step() == ("decode", {1: 1})
+    assert driver.step() == ("prefill", {0: 128, 2: 128})
+    driver.add(10)
+    assert driver.step() == ("decode", {1: 1})
+    assert driver.step() == ("prefill", {0: 128, 2: 108, 3: 10}), "behind two that are longer"
+    assert driver.step() == ("decode", {1: 1, 2: 1, 3: 1})
+    assert driver.step() == ("prefill", {0: 256})
+
+
+def test_what_is_less_than_a_page_is_not_shared_out() -> None:
+    driver = Driver()
+    for length in (200, 400, 400):
+        driver.add(length)
+    assert driver.step() == ("prefill", {0: 200, 1: 56})
+
+
+@pytest.mark.parametrize("target", [1e-9, 0.15, 0.21, 10.0])
+@pytest.mark.parametrize("lengths", [[120], [4, 200, 64], [1500]])
+def test_short_prompts_take_no_more_than_half_from_a_long_one(target: float, lengths: list[int]) -> None:
+    """Beside a stream, as alone: twice as many steps at most, and none is longer."""
+
+    def steps(lengths: list[int]) -> list[float]:
+        """Work of the steps in which 2,000 tokens are prefilled, while prompts of these lengths come for ever."""
+        driver, work = Driver(target_seconds=target), []
+        driver.add(10, max_tokens=4000)
+        driver.step()
+        long = driver.add(2000)
+        while long.num_computed < 2000:
+            if lengths and len(driver.scheduler.waiting) < 2:
+                driver.add(lengths[driver.count % len(lengths)], max_tokens=2)
+            step = driver.scheduler.schedule()
+            assert step is not None
+            work.append(step.work)
+            driver.scheduler.record(step, 0.001 * step.work)
+            driver.read(step)
+        return [w for w in work if w]
+
+    alone, shared = steps([]), steps(lengths)
+    assert len(alone) < len(shared) <= 2 * len(alone)
+    assert max(shared) <= max(alone) + 1e-3
+
+
+def test_tokens_with_a_long_context_count_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_budget, "_DOUBLING_TOKENS", 100)
+    driver = Driver()
+    first = driver.add(1024, max_tokens=1)
+    while first.status is not Status.FINISHED:
+        driver.step()
+    driver.add(600)
+    driver.add(2000, head=first.tokens[:1024])
+    step = driver.scheduler.schedule()
+    # 256 tokens of the first are as much work as 128 and 32 that have 1,024 before them.
+    assert step is not None and step.starts == [0, 1024] and step.counts == [128, 32]
+    assert step.work <= PrefillBudget.work(0, 256)
+
+
+def test_a_newcomer_does_not_cost_a_long_prompt_its_place() -> None:
+    """Where streams need the pages that the newcomer took, it has to go, not the prompt that was there before."""
+    driver = Driver(replace(SIZES, num_pages=80, enable_prefix_caching=False), target_seconds=1e-9)
+    for _ in range(2):
+        driver.add(127, max_tokens=200)
+    driver.step()
+    long, newcomer = driver.add(4000), driver.add(600)
+    driver.step()
+    while driver.scheduler.preemptions == 0:
+        driver.step()
+    assert newcomer.status is Status.WAITING and len(newcomer.tokens) > 600
+    assert long.status is Status.RUNNING and 0 < long.num_computed < 4000
+
+
+def test_a_prompt_waits_for_one_that_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CUT_TOKENS", 128)
+    driver = Driver()
+    first = driver.add(1000)
+    assert driver.step() == ("prefill", {0: 256})
+    same = driver.add(990, head=first.tokens[:980])
+    other = driver.add(50)
+    assert [driver.step()[1] for _ in range(3)] == [{0: 256}, {0: 256}, {0: 192}]
+    assert driver.step() == ("prefill", {0: 40, 1: 30, 2: 50})
+    assert (same.cached_tokens, other.cached_tokens) == (960, 0)
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 100), (0, 350), (1, 1000)])
+def test_a_prompt_does_not_wait_in_vain(monkeypatch: pytest.MonkeyPatch, first: int, end: int) -> None:
+    """Where what two share is computed, not worth a snapshot, or not their beginning."""
+    monkeypatch.setattr(module, "_CUT_TOKENS", 400)
+    driver = Driver()
+    other = driver.add(1000)
+    driver.step()
+    driver.add(1000, head=[-1] * first + other.tokens[first:end])
+    assert driver.step() == ("prefill", {0: 128, 1: 128})
 
 
 def test_the_budget_follows_measured_durations() -> None:
@@ -130,8 +234,7 @@ def test_admission_waits_for_memory_in_order() -> None:
     assert driver.step() == ("prefill", {0: 256})
     # The second needs 7 pages, and a page for the running stream must be left. The third would fit, but came later.
     assert [driver.step() for _ in range(2)] == [("decode", {0: 1})] * 2
-    assert driver.step() == ("prefill", {1: 256}), "the first has ended"
-    assert driver.step() == ("prefill", {1: 144, 2: 10})
+    assert driver.step() == ("prefill", {1: 192, 2: 10}), "the first has ended"
 
 
 def test_admission_waits_for_a_slot() -> None:
