@@ -443,6 +443,9 @@ cudaError_t launchMoeExperts(MoeParams const& params, MoeDecodeWorkspace const& 
 }
 
 cudaError_t launchMoeDecode(MoeParams const& params, cudaStream_t stream) {
+    if (params.experts != 256 && params.experts != 16) { // before the first of the kernels
+        return cudaErrorInvalidValue;
+    }
     MoeDecodeWorkspace const work = MoeDecodeWorkspace::layout(params);
     if (cudaError_t const error = launchMoeRoute(params, work, stream); error != cudaSuccess) {
         return error;
