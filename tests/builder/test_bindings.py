@@ -9,7 +9,7 @@ import pytest
 from flint_builder import plan
 from flint_builder.graph import export_graph
 from flint_builder.weights import weight_files
-from flint_plugins.library import LibraryError, find_library, find_stub, library_info
+from flint_plugins.library import find_library, find_stub, library_info
 from flint_plugins.ops import OPS
 from flint_runtime.executors.graph_file import parse_graph
 from flint_runtime.executors.staging import RESULT_ARRAYS, largest_sizes, page_table_columns
@@ -25,11 +25,8 @@ LIMITS = Limits(max_batch=16, max_context=2048, prefill_chunk=256)
 @pytest.fixture(scope="module")
 def library() -> Path:
     pytest.importorskip("tensorrt_rtx")
-    try:
-        find_stub()
-        return find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
+    find_stub()
+    return find_library()
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "bf16"])

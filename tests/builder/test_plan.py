@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from flint_builder import plan
-from flint_plugins.library import LibraryError, find_library
+from flint_plugins.library import find_library
 from flint_plugins.ops import DOMAIN, OPS, VERSION, Binding, FieldValue
 from flint_runtime.errors import FlintError, UnsupportedError
 from tests.plugins.nodes import ONNX_TYPES, model, onnx_shape, profile, serialize
@@ -25,10 +25,7 @@ NVFP4: dict[str, FieldValue] = {"weights": "nvfp4"}
 @pytest.fixture(scope="module")
 def plugins() -> Path:
     pytest.importorskip("tensorrt_rtx")
-    try:
-        return find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
+    return find_library()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from flint_builder.graph import export_graph
 from flint_builder.weights import weight_files
 from flint_plugins import library
-from flint_plugins.library import LibraryError
 from flint_plugins.ops import OPS, DType, FieldValue, Op
 from flint_runtime.config import ModelConfig
 from flint_runtime.executors.graph_file import GraphFile, parse_graph
@@ -42,10 +41,7 @@ LIFE_CYCLE = [
 
 @pytest.fixture(scope="module")
 def host() -> HostLibrary:
-    try:
-        path: Path = library.find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
+    path: Path = library.find_library()
     return HostLibrary(path)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flint_plugins.library import LibraryError, find_library, library_info
+from flint_plugins.library import find_library, library_info
 
 RESOURCES_NAME = "kernel_resources.txt"
 MOST_LIBRARY_BYTES = 40_000_000
@@ -66,10 +66,7 @@ def parse(lines: Iterable[str]) -> list[Kernel]:
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    try:
-        return find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
+    return find_library()
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,7 @@ FULL_DECODE: dict[str, FieldValue] = {"attention": "full", "phase": "decode", "w
 
 @pytest.fixture(scope="module")
 def plugins() -> Path:
-    try:
-        return library.find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
+    return library.find_library()
 
 
 @pytest.fixture(scope="module")

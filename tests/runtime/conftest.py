@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flint_plugins import library
-from flint_plugins.library import LibraryError
 from flint_runtime.executors import cuda
 from flint_runtime.manifest import Limits, WeightFormat
 
@@ -29,10 +28,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def plugins() -> Path:
     """The plugin library."""
-    try:
-        return library.find_library()
-    except LibraryError as error:
-        pytest.skip(str(error))
+    return library.find_library()
 
 
 @pytest.fixture(scope="session")

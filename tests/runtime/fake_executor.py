@@ -125,8 +125,8 @@ class FakeExecutor(Executor):
 
     @classmethod
     def open(cls, directory: Path) -> FakeExecutor:
-        """There is nothing to open."""
-        raise NotImplementedError
+        """Never called: it is made by its constructor."""
+        raise AssertionError(f"a fake executor does not open {directory}")
 
     def close(self) -> None:
         """Nothing to free."""

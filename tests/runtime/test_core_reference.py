@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,7 @@ _PLAN = MemoryPlan(NANO, 0, _LIMITS)
 BYTES_FOR_5_PAGES = 5 * _PLAN.page_bytes + 4 * _PLAN.slot_bytes + 3 * _PLAN.sample_slot_bytes
 """And three sequences, and a snapshot."""
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,7 @@ CONTEXT = 100
 GREEDY = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
 PROMPT = list(range(40, 90))
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +186,6 @@ def test_queue_time_ends_with_the_first_step(engine: LLMEngine, caplog: pytest.L
         while engine.has_unfinished_requests():
             engine.step()
     first, second, third = (json.loads(record.message) for record in caplog.records)
-    assert first["queue_time"] <= second["queue_time"] < second["time_to_first_token"]
+    assert all(0 <= early["queue_time"] < early["time_to_first_token"] for early in (first, second))
     assert first["duration"] <= third["queue_time"] < third["time_to_first_token"]
     assert engine.metrics.request_queue_time_seconds.count == 3
