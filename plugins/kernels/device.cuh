@@ -93,6 +93,45 @@ __device__ __forceinline__ void waitCopies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+/// A barrier in shared memory that completes once, when all bytes announced to it have arrived.
+class CopyBarrier {
+  public:
+    /// By one thread; everyone else sees the barrier after a __syncthreads.
+    __device__ __forceinline__ void open() {
+        asm volatile(
+            "mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::
+                "r"(sharedAddress(&mState))
+            : "memory");
+    }
+
+    /// By the same thread: how many bytes will be copied.
+    __device__ __forceinline__ void expect(int bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(sharedAddress(&mState)), "r"(bytes)
+                     : "memory");
+    }
+
+    /// Start copying `bytes` from global to shared memory by the copy engine; all a multiple of 16.
+    __device__ __forceinline__ void copy(void* shared, void const* global, int bytes) {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         sharedAddress(shared)),
+                     "l"(global), "r"(bytes), "r"(sharedAddress(&mState))
+                     : "memory");
+    }
+
+    /// Wait for all of them.
+    __device__ __forceinline__ void wait() {
+        asm volatile("{\n"
+                     ".reg .pred done;\n"
+                     "again: mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n"
+                     "@!done bra again;\n"
+                     "}" ::"r"(sharedAddress(&mState))
+                     : "memory");
+    }
+
+  private:
+    uint64_t mState;
+};
+
 /// Barrier `id` among `threads` threads of the block; barrier 0 is __syncthreads.
 __device__ __forceinline__ void syncNamed(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

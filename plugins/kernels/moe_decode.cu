@@ -73,8 +73,9 @@ constexpr bool kSCALES_AHEAD = true;
 
 template <WeightFormat F, int H, int E>
 struct UpShared {
-    alignas(16) uint4 x[SharedX<kDECODE_TOKENS>::bytes(H) / 16];
+    alignas(16) uint8_t x[kDECODE_TOKENS * RowX<H>::kSTRIDE];
     alignas(16) float sums[2][PartialSums::floats(kUP_WARPS<F>)];
+    CopyBarrier copied;
     StepRoutes<kDECODE_TOKENS> routes;
     int first[E];
 };
@@ -90,14 +91,20 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
     auto& shared = *reinterpret_cast<UpShared<F, H, E>*>(raw);
     StepRoutes<kDECODE_TOKENS> const& routes = shared.routes;
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, part = warp % PARTS, group = warp / PARTS;
-    constexpr int PANELS = 2 * I / kPANEL_ROWS; // of an expert
+    constexpr int PANELS = 2 * I / kPANEL_ROWS;           // of an expert
+    bool const copies = threadIdx.x == WARPS * kWARP - 1; // in a warp that routes no token, if there is one
+    if (copies) {
+        shared.copied.open();
+    }
     waitForPredecessor();
     RouterKeys<E> keys;
     if (warp < params.tokens) { // before the rows, which would delay them
         keys.load(work.logits + warp * E, lane);
     }
-    copyRowsAsync<H, kDECODE_TOKENS, WARPS * kWARP>(work.x, params.tokens, shared.x);
-    commitCopies();
+    if (copies) {
+        shared.copied.expect(params.tokens * H * 2);
+        RowX<H>::copy(shared.copied, work.x, params.tokens, shared.x);
+    }
     routeStep<E>(keys, params.tokens, shared.routes, shared.first);
     if (blockIdx.x == 0) {
         copyRoutes(*work.routes, shared.routes);
@@ -116,6 +123,7 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
             slice.template load<H>(weight, part, lane);
         }
     };
+    RowX<H> const x{lane / 4 < params.tokens ? shared.x + lane / 4 * RowX<H>::kSTRIDE : nullptr, lane};
     auto const compute = [&](SliceOf<F, H> const& slice, int unit, float* sums) {
         bool const isShared = unit >= routed;
         int const index = isShared ? 0 : unit / PANELS, panel = isShared ? unit - routed : unit % PANELS;
@@ -127,7 +135,7 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
             scales = GateUpScales(scale, kRESTORE<F>);
         }
         float acc[1][4];
-        slice.multiply(acc, part, SharedX<kDECODE_TOKENS>{shared.x, lane});
+        slice.multiply(acc, part, x);
         PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
         partial.store(acc[0], part, lane);
         if constexpr (!kSCALES_AHEAD) {
@@ -154,8 +162,7 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
     int unit = blockIdx.x * GROUPS + group;
     SliceOf<F, H> even, odd; // the next panel's weights come while the present one's are multiplied
     load(even, unit);
-    waitCopies<0>();
-    __syncthreads();
+    shared.copied.wait(); // opened before the barriers of routing
     while (unit < units) {
         load(odd, unit + stride);
         compute(even, unit, shared.sums[0]);
@@ -255,6 +262,7 @@ struct DownShared {
     alignas(16) uint8_t shared_act[kDECODE_TOKENS * RowX<S>::kSTRIDE];
     StepRoutes<kDECODE_TOKENS> routes;
     float y[kDECODE_PAIRS][kPANEL_ROWS];
+    CopyBarrier copied;
     alignas(16) float sums[PartialSums::floats(8)]; ///< of the shared expert
 };
 
@@ -274,6 +282,10 @@ __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, column = lane / 4, panel = blockIdx.x;
     int const panels = params.hidden / kPANEL_ROWS, sharedPart = warp - EXPERT_WARPS;
 
+    bool const copies = threadIdx.x == 0;
+    if (copies) {
+        shared.copied.open();
+    }
     SliceOf<F, I> slice;
     if (sharedPart >= 0) {
         slice.template load<S>(params.shared_down + panel * panelBytes(F, S), sharedPart, lane);
@@ -293,11 +305,13 @@ __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP
     allowSuccessor();
     waitForPredecessor();
 
-    RowX<I>::template copyAsync<THREADS>(work.act, params.tokens * kTOP_K, shared.act);
-    RowX<S>::template copyAsync<THREADS>(work.shared_act, params.tokens, shared.shared_act);
-    commitCopies();
-    waitCopies<0>();
-    __syncthreads();
+    if (copies) {
+        shared.copied.expect(params.tokens * (kTOP_K * I + S) * 2);
+        RowX<S>::copy(shared.copied, work.shared_act, params.tokens, shared.shared_act);
+        RowX<I>::copy(shared.copied, work.act, params.tokens * kTOP_K, shared.act);
+    }
+    __syncwarp();
+    shared.copied.wait();
     if (sharedPart >= 0) {
         float acc[1][4];
         bool const present = column < params.tokens;
@@ -429,6 +443,9 @@ cudaError_t launchMoeExperts(MoeParams const& params, MoeDecodeWorkspace const& 
 }
 
 cudaError_t launchMoeDecode(MoeParams const& params, cudaStream_t stream) {
+    if (params.experts != 256 && params.experts != 16) { // before the first of the kernels
+        return cudaErrorInvalidValue;
+    }
     MoeDecodeWorkspace const work = MoeDecodeWorkspace::layout(params);
     if (cudaError_t const error = launchMoeRoute(params, work, stream); error != cudaSuccess) {
         return error;

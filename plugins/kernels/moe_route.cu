@@ -4,6 +4,7 @@
 #include "kernels/launch.h"
 #include "kernels/moe_internal.h"
 #include "kernels/norm_rows.h"
+#include "kernels/router_operands.cuh"
 #include "kernels/swiglu.cuh"
 
 #include <type_traits>
@@ -12,9 +13,9 @@ namespace flint {
 
 namespace {
 
-template <WeightFormat F, int H, int TOKENS>
+template <WeightFormat F, int H>
 struct RouteShared {
-    alignas(16) uint32_t x[SharedX<TOKENS>::bytes(H) / 4];
+    alignas(16) uint32_t x[SharedX<1>::bytes(H) / 4];
     float partial[PartialSums::floats(Split<F, H>::kSPLIT)];
     float sums[Split<F, H>::kSPLIT];
 };
@@ -60,15 +61,14 @@ struct RouterRow {
         }
     }
 
-    /// A lane's part of the dot product with a token's normalised row.
-    template <int TOKENS>
-    __device__ __forceinline__ float dot(uint4 const* x, int token, int lane) const {
+    /// Dot product with a normalised row in SharedX<1>'s order; every lane gets it.
+    __device__ __forceinline__ float dot(uint4 const* x, int lane) const {
         float sum = 0;
 #pragma unroll
         for (int chunk = 0; chunk < kCHUNKS; ++chunk) {
             int const v = vector(chunk, lane);
             if (v < kVECTORS) {
-                uint4 const activations = x[(v / 4 * TOKENS + token) * 4 + v % 4];
+                uint4 const activations = x[v];
                 // Pairs (c, c + 2), (c + 8, c + 10), (c + 1, c + 3), (c + 9, c + 11): see activationOrder.
                 uint32_t const words[4] = {activations.x, activations.y, activations.z, activations.w};
 #pragma unroll
@@ -78,51 +78,39 @@ struct RouterRow {
                 }
             }
         }
-        return sum;
+        return warpSum(sum);
     }
 };
 
-constexpr int kROUTER_TOKENS = 4; ///< of a block, where a step has several
-
-/// Grid (shared panels + ceil(E / kSPLIT), ceil(T / TOKENS)): first the shared expert's 2 S / 16 panels if TOKENS is 1,
-/// then one router row per warp. One token is normalised here (and its row kept in work.x); of several work.x holds the
-/// normalised rows.
-template <WeightFormat F, typename R, int H, int TOKENS>
+/// One token. Grid (2 S / 16 + ceil(E / kSPLIT)): first the shared expert's panels, then one router row per warp. The
+/// token is normalised here, and its row kept in work.x.
+template <WeightFormat F, typename R, int H>
 __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
-    moeRouteKernel(MoeParams const params, MoeDecodeWorkspace const work) {
+    moeRouteSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
     constexpr int PARTS = Split<F, H>::kSPLIT;
     constexpr int THREADS = PARTS * kWARP;
-    extern __shared__ __align__(16) uint8_t raw[];
-    auto& shared = *reinterpret_cast<RouteShared<F, H, TOKENS>*>(raw);
+    __shared__ RouteShared<F, H> shared;
+    uint4 const* const x = reinterpret_cast<uint4 const*>(shared.x);
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
-    int const panels = TOKENS == 1 ? 2 * params.shared / kPANEL_ROWS : 0, panel = blockIdx.x;
-    int const first = blockIdx.y * TOKENS, tokens = params.tokens - first;
+    int const panels = 2 * params.shared / kPANEL_ROWS, panel = blockIdx.x;
     allowSuccessor();
-    auto const activations = [&] {
-        if constexpr (TOKENS == 1) {
-            NormWeights<H, THREADS> const weights(params.norm);
-            waitForPredecessor();
-            NormParams const norm{params.delta,        params.residual, params.norm,
-                                  params.residual_out, params.eps,      params.tokens};
-            bool const keeps = blockIdx.x == 0;
-            normalizeRows<H, 1, THREADS>(
-                norm, weights, keeps, shared.x, shared.sums, [](int token) { return token; },
-                [&](int, int column, uint4 pairs) {
-                    if (keeps) {
-                        auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
-                        target[0] = pairs.x; // pairs at places 0, 4, 8, 12 of the 16, or 2, 6, 10, 14
-                        target[2] = pairs.y;
-                        target[4] = pairs.z;
-                        target[6] = pairs.w;
-                    }
-                });
-        } else {
-            waitForPredecessor();
-            copyRowsAsync<H, TOKENS, THREADS>(work.x + int64_t{first} * H, tokens, shared.x);
-            commitCopies();
-            waitCopies<0>();
-            __syncthreads();
-        }
+    auto const normalize = [&] {
+        NormWeights<H, THREADS> const weights(params.norm);
+        waitForPredecessor();
+        NormParams const norm{params.delta,        params.residual, params.norm,
+                              params.residual_out, params.eps,      params.tokens};
+        bool const keeps = blockIdx.x == 0;
+        normalizeRows<H, 1, THREADS>(
+            norm, weights, keeps, shared.x, shared.sums, [](int token) { return token; },
+            [&](int, int column, uint4 pairs) {
+                if (keeps) {
+                    auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
+                    target[0] = pairs.x; // pairs at places 0, 4, 8, 12 of the 16, or 2, 6, 10, 14
+                    target[2] = pairs.y;
+                    target[4] = pairs.z;
+                    target[6] = pairs.w;
+                }
+            });
     };
     if (panel >= panels) {
         int const expert = (panel - panels) * PARTS + part;
@@ -130,76 +118,132 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
         if (expert < params.experts) {
             row.load(static_cast<R const*>(params.router) + int64_t{expert} * H, lane);
         }
-        activations();
+        normalize();
         if (expert < params.experts) {
-            float logits[TOKENS]; // rows behind the last token are zeros
-#pragma unroll
-            for (int i = 0; i < TOKENS; ++i) {
-                logits[i] = row.template dot<TOKENS>(reinterpret_cast<uint4 const*>(shared.x), i, lane);
-            }
-#pragma unroll
-            for (int i = 0; i < TOKENS; ++i) {
-                float const logit = warpSum(logits[i]);
-                if (lane == 0 && i < tokens) {
-                    work.logits[(first + i) * params.experts + expert] = logit;
-                }
+            float const logit = row.dot(x, lane);
+            if (lane == 0) {
+                work.logits[expert] = logit;
             }
         }
         return;
     }
-    if constexpr (TOKENS == 1) {
-        SliceOf<F, H> slice;
-        slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
-        GateUpScales const scales(params.shared_up_scale, kRESTORE<F>);
-        ReadySlice const ready(slice);
-        ready.hold(params.tokens < 0, work.logits);
-        activations();
-        float acc[1][4];
-        ready.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
-        PartialSums const partial{shared.partial};
-        partial.store(acc[0], part, lane);
-        __syncthreads();
-        if (threadIdx.x < 8) {
-            int const row = threadIdx.x, unit = panel * 8 + row;
-            float const gate = partial.sum(PARTS, row, 0) * scales.gate,
-                        up = partial.sum(PARTS, row + 8, 0) * scales.up;
-            work.shared_act[unit / 16 * 16 + activationOrder(unit % 16)] = swigluRounded(gate, up);
-        }
+    SliceOf<F, H> slice;
+    slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
+    GateUpScales const scales(params.shared_up_scale, kRESTORE<F>);
+    ReadySlice const ready(slice);
+    ready.hold(params.tokens < 0, work.logits);
+    normalize();
+    float acc[1][4];
+    ready.multiply(acc, part, SharedX<1>{x, lane});
+    PartialSums const partial{shared.partial};
+    partial.store(acc[0], part, lane);
+    __syncthreads();
+    if (threadIdx.x < 8) {
+        int const row = threadIdx.x, unit = panel * 8 + row;
+        float const gate = partial.sum(PARTS, row, 0) * scales.gate, up = partial.sum(PARTS, row + 8, 0) * scales.up;
+        work.shared_act[unit / 16 * 16 + activationOrder(unit % 16)] = swigluRounded(gate, up);
     }
 }
 
-template <WeightFormat F, typename R, int H, int TOKENS>
-cudaError_t launchInstance(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
-    constexpr int PARTS = Split<F, H>::kSPLIT;
-    if (TOKENS > 1) {
-        NormParams const norm{params.delta,        params.residual, params.norm,
-                              params.residual_out, params.eps,      params.tokens};
-        cudaError_t const error = launchNormRows(norm, H, RowOrder::kDECODE, work.x, stream);
-        if (error != cudaSuccess) {
-            return error;
+/// How the warps of a block of the kernel below divide a router row.
+template <int H>
+struct RouterSplit {
+    static constexpr int kALL_TILES = H / kTILE_COLUMNS;
+    static constexpr int kTILES = kALL_TILES > 16 ? kALL_TILES / 16 : 1;
+    static constexpr int kWARPS = kALL_TILES / kTILES;
+    static_assert(kTILES * kWARPS == kALL_TILES);
+};
+
+/// Several tokens, whose normalised rows are work.x. Grid (E / 16): the logits of 16 experts. Weights become operands
+/// before the wait; activations go from the L2 to the operands they are.
+template <typename R, int H>
+__global__ void __launch_bounds__(RouterSplit<H>::kWARPS* kWARP, 1)
+    moeRouteKernel(MoeParams const params, MoeDecodeWorkspace const work) {
+    constexpr int TILES = RouterSplit<H>::kTILES, WARPS = RouterSplit<H>::kWARPS, WEIGHT_PARTS = kROUTER_PARTS<R>;
+    __shared__ __align__(16) float sums[PartialSums::floats(WARPS)];
+    int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, g = lane / 4, t = lane % 4;
+    int const first = blockIdx.x * kPANEL_ROWS, column = warp * TILES * kTILE_COLUMNS + t * 16;
+    allowSuccessor();
+    R const* const row = static_cast<R const*>(params.router) + int64_t{first + g} * H + column;
+    RouterTile<R> tiles[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        R const* const source = row + i * kTILE_COLUMNS;
+        tiles[i].load(source, source + int64_t{8} * H, [](uint4 const* data) { return loadStreaming(data); });
+    }
+    uint32_t a[TILES][WEIGHT_PARTS][4][4];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        tiles[i].operands(a[i]);
+    }
+    if (params.tokens < 0) { // never: keeps the work here, see ReadySlice::hold
+        auto* const words = reinterpret_cast<uint32_t volatile*>(work.logits);
+#pragma unroll
+        for (int i = 0; i < TILES * WEIGHT_PARTS * 16; ++i) {
+            words[i * kWARP] = a[i / (WEIGHT_PARTS * 16)][i / 16 % WEIGHT_PARTS][i / 4 % 4][i % 4];
         }
     }
-    auto const kernel = moeRouteKernel<F, R, H, TOKENS>;
-    constexpr size_t BYTES = sizeof(RouteShared<F, H, TOKENS>);
-    static_assert(BYTES <= kCOMMON_SHARED_BYTES);
-    if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
+    waitForPredecessor();
+
+    uint4 x[TILES][2]; // halves of a tile, for token g
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        bf16 const* const source = work.x + int64_t{g} * H + column + i * kTILE_COLUMNS;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            x[i][half] = g < params.tokens ? loadNow16(source + half * 8) : make_uint4(0, 0, 0, 0);
+        }
+    }
+    float acc[WEIGHT_PARTS][4] = {};
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int part = 0; part < WEIGHT_PARTS; ++part) {
+                mma16816(acc[part], a[i][part][2 * half], x[i][half].x, x[i][half].y);
+                mma16816(acc[part], a[i][part][2 * half + 1], x[i][half].z, x[i][half].w);
+            }
+        }
+    }
+#pragma unroll
+    for (int part = WEIGHT_PARTS - 1; part > 0; --part) { // small parts first
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            acc[part - 1][i] += acc[part][i];
+        }
+    }
+    PartialSums const partial{sums};
+    partial.store(acc[0], warp, lane);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kPANEL_ROWS * params.tokens; i += WARPS * kWARP) {
+        int const expert = i % kPANEL_ROWS, token = i / kPANEL_ROWS;
+        work.logits[token * params.experts + first + expert] = partial.sum(WARPS, expert, token);
+    }
+}
+
+template <WeightFormat F, typename R, int H>
+cudaError_t launchInstance(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
+    if (params.tokens == 1) {
+        constexpr int PARTS = Split<F, H>::kSPLIT;
+        dim3 const grid(2 * params.shared / kPANEL_ROWS + (params.experts + PARTS - 1) / PARTS);
+        return launchOverlapped(moeRouteSingleKernel<F, R, H>, grid, dim3(PARTS * kWARP), 0, stream, params, work);
+    }
+    NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
+    if (cudaError_t const error = launchNormRows(norm, H, RowOrder::kDECODE, work.x, stream); error != cudaSuccess) {
         return error;
     }
-    int const panels = TOKENS == 1 ? 2 * params.shared / kPANEL_ROWS : 0;
-    dim3 const grid(panels + (params.experts + PARTS - 1) / PARTS, (params.tokens + TOKENS - 1) / TOKENS);
-    return launchOverlapped(kernel, grid, dim3(PARTS * kWARP), BYTES, stream, params, work);
+    dim3 const grid(params.experts / kPANEL_ROWS), block(RouterSplit<H>::kWARPS * kWARP);
+    return launchOverlapped(moeRouteKernel<R, H>, grid, block, 0, stream, params, work);
 }
 
 template <WeightFormat F, typename R>
 cudaError_t launchTypes(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
-    bool const single = params.tokens == 1;
     switch (params.hidden) {
     case 2048:
-        return single ? launchInstance<F, R, 2048, 1>(params, work, stream)
-                      : launchInstance<F, R, 2048, kROUTER_TOKENS>(params, work, stream);
+        return launchInstance<F, R, 2048>(params, work, stream);
     case 128:
-        return single ? launchInstance<F, R, 128, 1>(params, work, stream)
-                      : launchInstance<F, R, 128, kROUTER_TOKENS>(params, work, stream);
+        return launchInstance<F, R, 128>(params, work, stream);
     default:
         return cudaErrorInvalidValue;
     }

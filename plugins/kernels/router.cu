@@ -1,7 +1,7 @@
 #include "kernels/router.h"
 
-#include "kernels/gemm_order.cuh"
 #include "kernels/launch.h"
+#include "kernels/router_operands.cuh"
 #include "kernels/routing.cuh"
 
 namespace flint {
@@ -12,59 +12,6 @@ constexpr int kROUTER_WARPS = 8;
 constexpr int kCHOICE_WARPS = 4;
 constexpr int kEXPERT_ROWS = 16; ///< of a block
 constexpr int kFEW_TOKENS = 256; ///< up to here more blocks matter more than that each reads the weights again
-
-/// An FP32 weight is the exact sum of three BF16 numbers (8 + 8 + 8 bits of significand), so three matrix instructions
-/// multiply it without narrowing; a BF16 weight is its own first part.
-template <typename R>
-constexpr int kPARTS = sizeof(R) == 4 ? 3 : 1;
-
-/// Parts of the values of columns c and c + 2, packed.
-__device__ __forceinline__ void splitPair(float low, float high, uint32_t (&parts)[3]) {
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        parts[i] = packBf16(low, high);
-        float2 const taken = unpackBf16(parts[i]);
-        low -= taken.x;
-        high -= taken.y;
-    }
-}
-
-/// A operands of a tile of 16 router rows: [part][instruction][register].
-template <typename R>
-__device__ __forceinline__ void routerOperands(R const* row, R const* rowBelow, uint32_t (&a)[kPARTS<R>][4][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        R const* const source = half == 0 ? row : rowBelow;
-#pragma unroll
-        for (int group = 0; group < 2; ++group) { // columns 0 - 7, 8 - 15: pair 0, pair 1
-            float w[8];
-            if constexpr (sizeof(R) == 4) {
-                float4 const x = __ldg(reinterpret_cast<float4 const*>(source + 8 * group));
-                float4 const y = __ldg(reinterpret_cast<float4 const*>(source + 8 * group) + 1);
-                w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
-            } else {
-                uint4 const x = __ldg(reinterpret_cast<uint4 const*>(source + 8 * group));
-                uint32_t const words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float2 const pair = unpackBf16(words[i]);
-                    w[2 * i] = pair.x;
-                    w[2 * i + 1] = pair.y;
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                constexpr int STARTS[4] = {0, 1, 4, 5};
-                uint32_t parts[3];
-                splitPair(w[STARTS[i]], w[STARTS[i] + 2], parts);
-#pragma unroll
-                for (int part = 0; part < kPARTS<R>; ++part) {
-                    a[part][i][group * 2 + half] = parts[part];
-                }
-            }
-        }
-    }
-}
 
 /// Grid (ceil(T / (8 GROUPS)), E / 16): a block computes 16 experts for GROUPS groups of 8 tokens, its warps divide H.
 template <typename R, int GROUPS>
@@ -85,8 +32,10 @@ __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(Route
     }
     float acc[GROUPS][4] = {};
     for (int column = warp * kTILE_COLUMNS; column < params.hidden; column += kROUTER_WARPS * kTILE_COLUMNS) {
-        uint32_t a[kPARTS<R>][4][4];
-        routerOperands(row + column, rowBelow + column, a);
+        RouterTile<R> tile;
+        tile.load(row + column, rowBelow + column, [](uint4 const* source) { return __ldg(source); });
+        uint32_t a[kROUTER_PARTS<R>][4][4];
+        tile.operands(a);
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
@@ -94,7 +43,7 @@ __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(Route
                 auto const* const words = reinterpret_cast<uint32_t const*>(x[group] + column + 16 * i);
                 uint32_t const b0 = words[0], b1 = words[4];
 #pragma unroll
-                for (int part = kPARTS<R> - 1; part >= 0; --part) { // small parts first
+                for (int part = kROUTER_PARTS<R> - 1; part >= 0; --part) { // small parts first
                     mma16816(acc[group], a[part][i], b0, b1);
                 }
             }

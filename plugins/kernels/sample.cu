@@ -155,8 +155,8 @@ __device__ void recordTokens(SampleParams const& params, Groups const& groups) {
     for (int64_t first = 0; first < params.rows; first += kWARP) {
         int64_t const row = first + lane;
         int const slot = row < params.rows ? slotOf(params, row) : -1;
-        int const last = kWARP - 1 - __clz(static_cast<int>(__match_any_sync(kALL, slot)));
-        if (slot >= 0 && slot < params.slots && lane == last) {
+        int const keeps = kWARP - 1 - __clz(static_cast<int>(__match_any_sync(kALL, slot)));
+        if (slot >= 0 && slot < params.slots && lane == keeps) {
             params.last_tokens[slot] = __ldcg(params.tokens + row);
         }
         __syncwarp();

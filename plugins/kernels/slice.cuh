@@ -208,22 +208,6 @@ struct SharedX {
     static constexpr int bytes(int columns) { return columns * TOKENS * 2; }
 };
 
-/// Start copying ordered rows [K] of TOKENS tokens from global to shared memory in SharedX's order, by a whole block;
-/// rows from `tokens` on become zeros. The caller commits, waits and synchronises.
-template <int K, int TOKENS, int THREADS>
-__device__ __forceinline__ void copyRowsAsync(bf16 const* rows, int tokens, void* x) {
-    uint32_t const target = sharedAddress(x);
-    for (int i = threadIdx.x; i < K / 8 * TOKENS; i += THREADS) {
-        // Eight vectors are a token's tile; a vector is a half of a lane's 16 columns.
-        int const t = i % 8 / 2, half = i % 2, token = i / 8 % TOKENS;
-        // Blocks start at tiles of their own, or all would ask the L2 for the same lines at the same time.
-        int const tile = (i / (8 * TOKENS) + blockIdx.x) % (K / kTILE_COLUMNS);
-        bool const present = token < tokens;
-        copyAsync16(target + (((tile * 2 + half) * TOKENS + token) * 4 + t) * 16,
-                    rows + (present ? int64_t{token} * K + tile * kTILE_COLUMNS + i % 8 * 8 : 0), present);
-    }
-}
-
 /// Ordered rows [K] in shared memory, as they stand in global memory but `kSTRIDE` bytes apart (neighbours' reads then
 /// meet other banks). `row`: of the lane's token, nullptr reads as zeros.
 template <int K>
@@ -239,16 +223,13 @@ struct RowX {
         return *reinterpret_cast<uint4 const*>(row + tile * 128 + lane % 4 * 32 + half * 16);
     }
 
-    /// Start copying `count` rows to shared memory, by a whole block of THREADS threads.
-    template <int THREADS>
-    static __device__ __forceinline__ void copyAsync(bf16 const* rows, int count, void* target) {
-        constexpr int VECTORS = K / 8;
-        uint32_t const base = sharedAddress(target);
-        int const start = blockIdx.x % count; // see copyRowsAsync
-        for (int i = threadIdx.x; i < count * VECTORS; i += THREADS) {
-            int const turned = start + i / VECTORS, row = turned < count ? turned : turned - count;
-            int const vector = i % VECTORS;
-            copyAsync16(base + row * kSTRIDE + vector * 16, rows + int64_t{row} * K + vector * 8);
+    /// Start copying `count` rows to shared memory, by one thread. The copy engine moves a row as a whole: a thread's
+    /// copies of 16 bytes would take several microseconds from lines that all blocks read at once.
+    static __device__ __forceinline__ void copy(CopyBarrier& barrier, bf16 const* rows, int count, uint8_t* target) {
+        int row = blockIdx.x % count; // every block from a row of its own
+        for (int i = 0; i < count; ++i) {
+            barrier.copy(target + row * kSTRIDE, rows + int64_t{row} * K, K * 2);
+            row = row + 1 == count ? 0 : row + 1;
         }
     }
 };
