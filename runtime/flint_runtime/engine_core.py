@@ -47,7 +47,7 @@ class CoreConfig:
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0
     """Most tokens proposed by prompt lookup per step and request; 0 for none."""
-    prefill_target_seconds: float = 0.04
+    prefill_target_seconds: float = 0.035
     """How long a step of prompts may take while streams are running: with the decode step that follows, no stream
     stalls for 60 ms."""
 
