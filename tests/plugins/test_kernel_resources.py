@@ -22,6 +22,7 @@ DECODE_KERNELS = {
     "embeddingKernel",
     "qkvProjectKernel",
     "sinkAttentionDecodeKernel",
+    "sinkAttentionWindowKernel",
     "linearDecodeKernel",
     "mlpUpKernel",
     "moeRouteKernel",
