@@ -9,23 +9,34 @@
 
 namespace flint {
 
+/// launchOverlapped in clusters of `cluster` blocks, neighbours of one row of the grid.
+template <typename... Params, typename... Args>
+cudaError_t launchClusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, size_t sharedBytes,
+                           cudaStream_t stream, Args&&... args) {
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = 1;
+    attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = sharedBytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+    return cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...);
+}
+
 /// Launch `kernel` so that it overlaps its predecessor's tail. The kernel must call waitForPredecessor() before it
 /// touches any activation (but for those that were complete when its predecessor called allowSuccessor), and every
 /// kernel of the stream must call it, or an earlier one's writes may not be visible.
 template <typename... Params, typename... Args>
 cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, size_t sharedBytes, cudaStream_t stream,
                              Args&&... args) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.dynamicSmemBytes = sharedBytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...);
+    return launchClusters(kernel, 1, grid, block, sharedBytes, stream, std::forward<Args>(args)...);
 }
 
 /// Shared memory that a block can have on every GPU we compile for: the 99 KB of compute capability 12.x.
