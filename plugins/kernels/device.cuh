@@ -93,10 +93,20 @@ __device__ __forceinline__ void waitCopies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+/// First half of a barrier of the cluster's threads; orders no memory but opened CopyBarriers.
+__device__ __forceinline__ void arriveAtCluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+/// Second half: every block of the cluster is there, and its CopyBarriers are open.
+__device__ __forceinline__ void waitForCluster() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 /// A barrier in shared memory that completes once, when all bytes announced to it have arrived.
 class CopyBarrier {
   public:
-    /// By one thread; everyone else sees the barrier after a __syncthreads.
+    /// By one thread; everyone else sees the barrier after a __syncthreads, other blocks after waitForCluster.
     __device__ __forceinline__ void open() {
         asm volatile(
             "mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::
@@ -118,11 +128,33 @@ class CopyBarrier {
                      : "memory");
     }
 
-    /// Wait for all of them.
+    /// Put a word into a variable of block `rank` of the cluster; counts as 4 bytes at that block's barrier.
+    __device__ __forceinline__ void send(int rank, uint32_t word, void* variable) {
+        asm volatile("{\n"
+                     ".reg .b32 target, barrier;\n"
+                     "mapa.shared::cluster.u32 target, %0, %2;\n"
+                     "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+                     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [target], %3, [barrier];\n"
+                     "}" ::"r"(sharedAddress(variable)),
+                     "r"(sharedAddress(&mState)), "r"(rank), "r"(word)
+                     : "memory");
+    }
+
+    /// Wait for all copies.
     __device__ __forceinline__ void wait() {
         asm volatile("{\n"
                      ".reg .pred done;\n"
                      "again: mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n"
+                     "@!done bra again;\n"
+                     "}" ::"r"(sharedAddress(&mState))
+                     : "memory");
+    }
+
+    /// Wait for all words that were sent.
+    __device__ __forceinline__ void waitForWords() {
+        asm volatile("{\n"
+                     ".reg .pred done;\n"
+                     "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
                      "@!done bra again;\n"
                      "}" ::"r"(sharedAddress(&mState))
                      : "memory");

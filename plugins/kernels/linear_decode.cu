@@ -18,13 +18,7 @@ __global__ void __launch_bounds__(Split<F, K>::kSPLIT* kWARP) linearDecodeKernel
 
     SliceOf<F, K> slice;
     slice.template load<K>(params.weight + blockIdx.x * panelBytes(F, K), part, lane);
-    float scale = kRESTORE<F>;
-    if (params.scale != nullptr) {
-        int const row = blockIdx.x * kPANEL_ROWS;
-        int const segment = (params.segment_row[0] != 0 && row >= params.segment_row[0]) +
-                            (params.segment_row[1] != 0 && row >= params.segment_row[1]);
-        scale *= __ldg(params.scale + segment);
-    }
+    float const scale = kRESTORE<F> * (params.scale == nullptr ? 1.0f : __ldg(params.scale));
     allowSuccessor();
     ReadySlice const ready(slice);
     ready.hold(params.tokens < 0, params.y);
@@ -105,13 +99,10 @@ cudaError_t launchFormat(LinearParams const& params, cudaStream_t stream) {
         return launchInstance<F, 4096, false>(params, stream);
     case 6144: // dense MLP
         return launchInstance<F, 6144, true>(params, stream);
-    case 2048: // QKV; flint-nano's output projection: 16 heads
-        return params.ordered ? launchInstance<F, 2048, true>(params, stream)
-                              : launchInstance<F, 2048, false>(params, stream);
+    case 2048: // flint-nano's output projection: 16 heads
+        return launchInstance<F, 2048, false>(params, stream);
     case 256: // flint-nano's dense MLP
         return launchInstance<F, 256, true>(params, stream);
-    case 128: // flint-nano's QKV
-        return launchInstance<F, 128, true>(params, stream);
     default:
         return cudaErrorInvalidValue;
     }

@@ -1,11 +1,11 @@
-// The one-token path of NormQkvRope's projection.
+// NormQkvRope for up to eight tokens.
 #pragma once
 
 #include "kernels/qkv.h"
 
 namespace flint {
 
-/// raw [(Hq + 2 Hkv) 128] bf16; also writes residual_out. One token.
-cudaError_t launchQkvProject(QkvParams const& params, bf16* raw, cudaStream_t stream);
+/// One token: all of the op. Several: all but the norm, of which `x` [T, H] has the rows (RowOrder::kDECODE).
+cudaError_t launchQkvDecode(QkvParams const& params, bf16 const* x, cudaStream_t stream);
 
 } // namespace flint
