@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Shape<F, H, TOKENS>::kTHREADS, Shape<F, H, TOK
         Sums const partial{shared.partial[i]};
         own[i] = packBf16(partial.sum(PARTS, 2 * pair, token) * scale, partial.sum(PARTS, 2 * pair + 1, token) * scale);
     }
-    bool const isHigh = PANELS == 1 && rank >= RANKS / 2; ///< own[0] are the partners
+    bool const isHigh = PANELS == 1 && rank >= RANKS / 2; // own[0] is the upper half's
     uint32_t words[2] = {own[0], own[PANELS - 1]};
     if (!isV) {
         float squares = pairSquares(own[0]);

@@ -107,10 +107,17 @@ def test_lm_head(rows: int, shape: str, fmt: str) -> None:
 
 
 def qkv_case(
-    s: dict[str, int], fmt: str, lengths: list[int], starts: list[int], attention: str, phase: str, first: bool
+    s: dict[str, int],
+    fmt: str,
+    lengths: list[int],
+    starts: list[int],
+    attention: str,
+    phase: str,
+    first: bool,
+    padding: int = 2,
 ) -> tuple[dict[str, FieldValue], dict[str, Tensor]]:
-    """A ragged batch: sequence b writes `lengths[b]` tokens from position `starts[b]` on; two padding rows behind."""
-    generator, tokens = np.random.default_rng(sum(lengths)), sum(lengths) + 2
+    """A ragged batch: sequence b writes `lengths[b]` tokens from position `starts[b]` on; padding rows behind."""
+    generator, tokens = np.random.default_rng(sum(lengths)), sum(lengths) + padding
     hidden, heads, kv_heads = s["hidden"], s["heads"], s["kv_heads"]
     fields: dict[str, FieldValue] = {
         "weights": fmt, "eps": EPS, "has_residual": int(not first), "attention": attention, "phase": phase,
@@ -122,7 +129,7 @@ def qkv_case(
     inputs |= packed("qkv", fmt, ((heads + 2 * kv_heads) * 128, hidden), (3,), generator)
     for name in ("q_norm", "k_norm"):
         inputs[name] = torch.from_numpy(generator.uniform(0.5, 1.5, 128).astype(np.float32))
-    positions = [start + i for start, n in zip(starts, lengths, strict=True) for i in range(n)] + [0, 0]
+    positions = [start + i for start, n in zip(starts, lengths, strict=True) for i in range(n)] + [0] * padding
     longest = max(positions) + 1
     inputs["positions"] = torch.tensor(positions, dtype=torch.int32)
     angles = np.arange(longest)[:, None] * 10000.0 ** (-np.arange(64) / 64)
@@ -149,20 +156,24 @@ def qkv_case(
 @pytest.mark.parametrize("attention", ["full", "sliding"])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("lengths", "starts"),
+    ("lengths", "starts", "padding"),
     [
-        ([1], [0]),
-        ([1], [513]),
-        ([1, 2, 3], [63, 527, 1000]),
-        ([6], [61]),
-        ([20, 1, 9], [0, 64, 500]),
-        ([1] * 62, range(62)),
+        ([1], [0], 0),
+        ([1], [513], 0),
+        ([1, 1], [63, 700], 0),
+        ([1], [513], 2),
+        ([1, 2, 3], [63, 527, 1000], 2),
+        ([6], [61], 2),
+        ([20, 1, 9], [0, 64, 500], 2),
+        ([1] * 62, range(62), 2),
     ],
-    ids=["first", "one", "eight", "page-border", "thirty-two", "sixty-four"],
+    ids=["first", "one", "two", "three", "eight", "page-border", "thirty-two", "sixty-four"],
 )
-def test_norm_qkv_rope(lengths: list[int], starts: list[int], phase: str, attention: str, shape: str, fmt: str) -> None:
+def test_norm_qkv_rope(
+    lengths: list[int], starts: list[int], padding: int, phase: str, attention: str, shape: str, fmt: str
+) -> None:
     for first in (False, True):
-        fields, inputs = qkv_case(SHAPES[shape], fmt, lengths, list(starts), attention, phase, first)
+        fields, inputs = qkv_case(SHAPES[shape], fmt, lengths, list(starts), attention, phase, first, padding)
         copies = [{name: tensor.clone() for name, tensor in inputs.items()} for _ in range(2)]
         expected = reference("NormQkvRope", fields, copies[0])
         device = {name: tensor.cuda() for name, tensor in inputs.items()}
