@@ -17,46 +17,62 @@ __device__ __forceinline__ int unitPlace(int panel, int row) {
     return unit / 16 * 16 + activationOrder(unit % 16);
 }
 
-/// One token. Grid (2 I / 16, 6): a panel of the expert in slot blockIdx.y.
-template <WeightFormat F, int H, int E>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
+/// Panels of a block of the kernel below, each multiplied by a group of kSPLIT warps. Every block reads the logits and
+/// x, and the L2 serves the reads of one line one by one: so few blocks, one a multiprocessor of an H200. BF16 panels
+/// have twice the warps.
+template <WeightFormat F>
+constexpr int kUP_PANELS = F == WeightFormat::kNVFP4 ? 3 : 1;
+
+template <WeightFormat F, int H>
+constexpr int kUP_SINGLE_WARPS = kUP_PANELS<F> * Split<F, H>::kSPLIT;
+
+/// One token. Grid (6 * 2 I / 16 / kUP_PANELS): consecutive panels of the chosen experts, in slot order.
+template <WeightFormat F, int H, int E, int I>
+__global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     moeUpSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
-    constexpr int PARTS = Split<F, H>::kSPLIT;
+    constexpr int PARTS = Split<F, H>::kSPLIT, WARPS = kUP_SINGLE_WARPS<F, H>, PANELS = kUP_PANELS<F>;
     using X = StagedX<Split<F, H>::kTILES, 1>;
     __shared__ __align__(16) uint4 staged[PARTS * X::kVECTORS];
-    __shared__ __align__(16) float sums[PartialSums::floats(PARTS)];
-    __shared__ int chosen;
-    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, slot = blockIdx.y;
+    __shared__ __align__(16) float sums[PartialSums::floats(WARPS)];
+    __shared__ int chosen[kTOP_K];
+    int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, part = warp % PARTS, group = warp / PARTS;
+    constexpr int EXPERT_PANELS = 2 * I / kPANEL_ROWS;
+    int const unit = blockIdx.x * PANELS + group, slot = unit / EXPERT_PANELS, panel = unit % EXPERT_PANELS;
     X const x{staged + part * X::kVECTORS, part, lane};
     waitForPredecessor();
     allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
-    // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one.
+    // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one. The
+    // last one: it does not wait for x, if there are several groups.
+    bool const routes = warp == WARPS - 1;
     RouterKeys<E> keys;
-    if (part == 0) {
+    if (routes) {
         keys.load(work.logits, lane);
     }
-    x.template stage<true>(1, [&](int) { return work.x; });
-    if (part == 0) {
-        chosen = keys.takeSlot(lane, slot);
+    if (group == 0) {
+        x.template stage<true>(1, [&](int) { return work.x; });
+    }
+    if (routes) {
+        for (int i = 0; i <= slot; ++i) { // the block's last slot
+            uint32_t top;
+            chosen[i] = keys.takeBest(lane, top);
+        }
     }
     __syncthreads();
-    int const expert = chosen;
+    int const expert = chosen[slot];
     SliceOf<F, H> slice;
-    int64_t const panel = int64_t{expert} * (2 * params.intermediate / kPANEL_ROWS) + blockIdx.x;
-    slice.template load<H>(params.up + panel * panelBytes(F, H), part, lane);
+    slice.template load<H>(params.up + (int64_t{expert} * EXPERT_PANELS + panel) * panelBytes(F, H), part, lane);
     GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
     // The activations are read behind a barrier, which the weights' loads cannot pass: else the assembler would move
     // each down to its use.
     __syncthreads();
     float acc[1][4];
     slice.multiply(acc, part, x);
-    PartialSums{sums}.store(acc[0], part, lane);
+    PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
+    partial.store(acc[0], part, lane);
     __syncthreads();
-    if (threadIdx.x < 8) {
-        int const row = threadIdx.x;
-        PartialSums const partial{sums};
+    if (int const row = threadIdx.x % (PARTS * kWARP); row < 8) {
         float const gate = partial.sum(PARTS, row, 0) * scales.gate, up = partial.sum(PARTS, row + 8, 0) * scales.up;
-        work.act[int64_t{slot} * params.intermediate + unitPlace(blockIdx.x, row)] = swigluRouted(gate, up);
+        work.act[slot * I + unitPlace(panel, row)] = swigluRouted(gate, up);
     }
 }
 
@@ -408,8 +424,10 @@ cudaError_t launchShape(MoeParams const& params, MoeDecodeWorkspace const& work,
     if (params.tokens > 1) {
         return launchSeveral<F, H, E, I, S>(params, work, stream);
     }
-    dim3 const grid(2 * I / kPANEL_ROWS, kTOP_K), block(Split<F, H>::kSPLIT * kWARP);
-    cudaError_t const error = launchOverlapped(moeUpSingleKernel<F, H, E>, grid, block, 0, stream, params, work);
+    constexpr int PANELS = kTOP_K * 2 * I / kPANEL_ROWS;
+    static_assert(PANELS % kUP_PANELS<F> == 0);
+    dim3 const grid(PANELS / kUP_PANELS<F>), block(kUP_SINGLE_WARPS<F, H> * kWARP);
+    cudaError_t const error = launchOverlapped(moeUpSingleKernel<F, H, E, I>, grid, block, 0, stream, params, work);
     if (error != cudaSuccess) {
         return error;
     }

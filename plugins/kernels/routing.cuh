@@ -64,16 +64,6 @@ struct RouterKeys {
         // several times. In range in any case, and the weights will be NaN.
         return static_cast<int>(min(chosen, unsigned{E - 1}));
     }
-
-    /// Only the expert of one slot.
-    __device__ __forceinline__ int takeSlot(int lane, int slot) {
-        int expert = 0;
-        for (int i = 0; i <= slot; ++i) {
-            uint32_t top;
-            expert = takeBest(lane, top);
-        }
-        return expert;
-    }
 };
 
 /// Route one token by one warp; every lane gets the result.
