@@ -31,27 +31,26 @@ template <WeightFormat F, int H, int E, int I>
 __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     moeUpSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
     constexpr int PARTS = Split<F, H>::kSPLIT, WARPS = kUP_SINGLE_WARPS<F, H>, PANELS = kUP_PANELS<F>;
-    using X = StagedX<Split<F, H>::kTILES, 1>;
-    __shared__ __align__(16) uint4 staged[PARTS * X::kVECTORS];
+    __shared__ __align__(16) uint8_t row[H * 2];
     __shared__ __align__(16) float sums[PartialSums::floats(WARPS)];
+    __shared__ CopyBarrier copied;
     __shared__ int chosen[kTOP_K];
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, part = warp % PARTS, group = warp / PARTS;
     constexpr int EXPERT_PANELS = 2 * I / kPANEL_ROWS;
-    int const unit = blockIdx.x * PANELS + group, slot = unit / EXPERT_PANELS, panel = unit % EXPERT_PANELS;
-    X const x{staged + part * X::kVECTORS, part, lane};
+    int const index = blockIdx.x * PANELS + group, slot = index / EXPERT_PANELS, panel = index % EXPERT_PANELS;
+    if (threadIdx.x == 0) {
+        copied.open();
+    }
     waitForPredecessor();
     allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
-    // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one. The
-    // last one: it does not wait for x, if there are several groups.
-    bool const routes = warp == WARPS - 1;
-    RouterKeys<E> keys;
-    if (routes) {
+    if (threadIdx.x == 0) { // x comes while weights do
+        copied.expect(H * 2);
+        RowX<H>::copy(copied, work.x, 1, row);
+    }
+    // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one.
+    if (warp == WARPS - 1) {
+        RouterKeys<E> keys;
         keys.load(work.logits, lane);
-    }
-    if (group == 0) {
-        x.template stage<true>(1, [&](int) { return work.x; });
-    }
-    if (routes) {
         for (int i = 0; i <= slot; ++i) { // the block's last slot
             uint32_t top;
             chosen[i] = keys.takeBest(lane, top);
@@ -62,17 +61,15 @@ __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     SliceOf<F, H> slice;
     slice.template load<H>(params.up + (int64_t{expert} * EXPERT_PANELS + panel) * panelBytes(F, H), part, lane);
     GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
-    // The activations are read behind a barrier, which the weights' loads cannot pass: else the assembler would move
-    // each down to its use.
-    __syncthreads();
+    copied.wait(); // opened before the barrier of routing
     float acc[1][4];
-    slice.multiply(acc, part, x);
+    slice.multiply(acc, part, RowX<H>{lane < 4 ? row : nullptr, lane});
     PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
     partial.store(acc[0], part, lane);
     __syncthreads();
-    if (int const row = threadIdx.x % (PARTS * kWARP); row < 8) {
-        float const gate = partial.sum(PARTS, row, 0) * scales.gate, up = partial.sum(PARTS, row + 8, 0) * scales.up;
-        work.act[slot * I + unitPlace(panel, row)] = swigluRouted(gate, up);
+    if (int const unit = threadIdx.x % (PARTS * kWARP); unit < 8) {
+        float const gate = partial.sum(PARTS, unit, 0) * scales.gate, up = partial.sum(PARTS, unit + 8, 0) * scales.up;
+        work.act[slot * I + unitPlace(panel, unit)] = swigluRouted(gate, up);
     }
 }
 
