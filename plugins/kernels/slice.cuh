@@ -34,31 +34,33 @@ struct Slice {
     template <int K>
     __device__ __forceinline__ void load(uint8_t const* panel, int part, int lane) {
         static_assert(TILES == Split<F, K>::kTILES);
+        // One address and constant offsets from it: where the panel depends on a choice, each load would else wait for
+        // an address of its own.
+        uint8_t const* const tiles = panel + part * (TILES * (kPACKED ? 512 : 2048)) + lane * 16;
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-            int const tile = part * TILES + i;
             if constexpr (kPACKED) {
-                data[i][0] = loadStreaming(panel + tile * 512 + lane * 16);
+                data[i][0] = loadStreaming(tiles + i * 512);
             } else {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    data[i][j] = loadStreaming(panel + tile * 2048 + j * 512 + lane * 16);
+                    data[i][j] = loadStreaming(tiles + i * 2048 + j * 512);
                 }
             }
         }
         if constexpr (kPACKED) {
             constexpr int GROUP = scaleGroup(K / kTILE_COLUMNS);
             static_assert(TILES % GROUP == 0);
+            // A group holds, per lane, two bytes for each of its tiles.
+            uint8_t const* const groups = panel + 8 * K + part * (TILES * 64) + lane * (2 * GROUP);
 #pragma unroll
             for (int i = 0; i < TILES; i += GROUP) {
-                // A group holds, per lane, two bytes for each of its tiles.
-                uint8_t const* const source = panel + 8 * K + (part * TILES + i) * 64 + lane * (2 * GROUP);
                 if constexpr (GROUP == 4) {
-                    loadStreaming8(source, scales[i / 2], scales[i / 2 + 1]);
+                    loadStreaming8(groups + i * 64, scales[i / 2], scales[i / 2 + 1]);
                 } else if constexpr (GROUP == 2) {
-                    scales[i / 2] = loadNow4(source);
+                    scales[i / 2] = loadNow4(groups + i * 64);
                 } else {
-                    scales[i / 2] = loadNow2(source);
+                    scales[i / 2] = loadNow2(groups + i * 64);
                 }
             }
         }
