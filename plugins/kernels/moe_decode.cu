@@ -42,15 +42,17 @@ __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
         copied.open();
     }
     waitForPredecessor();
-    allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
+    allowSuccessor();       // after the wait: the down kernel reads the routing before its own wait
     if (threadIdx.x == 0) { // x comes while weights do
         copied.expect(H * 2);
         RowX<H>::copy(copied, work.x, 1, row);
     }
     // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one.
     if (warp == WARPS - 1) {
-        RouterKeys<E> keys;
-        keys.load(work.logits, lane);
+        RouterLogits<E> logits;
+        logits.load(work.logits, lane);
+        RouterKeys<E> keys(logits, lane);
+#pragma unroll 1                          // the code comes from the L2, too
         for (int i = 0; i <= slot; ++i) { // the block's last slot
             uint32_t top;
             chosen[i] = keys.takeBest(lane, top);
@@ -110,15 +112,15 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
         shared.copied.open();
     }
     waitForPredecessor();
-    RouterKeys<E> keys;
+    RouterLogits<E> logits;
     if (warp < params.tokens) { // before the rows, which would delay them
-        keys.load(work.logits + warp * E, lane);
+        logits.load(work.logits + warp * E, lane);
     }
     if (copies) {
         shared.copied.expect(params.tokens * H * 2);
         RowX<H>::copy(shared.copied, work.x, params.tokens, shared.x);
     }
-    routeStep<E>(keys, params.tokens, shared.routes, shared.first);
+    routeStep<E>(logits, params.tokens, shared.routes, shared.first);
     if (blockIdx.x == 0) {
         copyRoutes(*work.routes, shared.routes);
         __threadfence();
