@@ -168,6 +168,16 @@ __device__ __forceinline__ uint4 loadNow16(void const* pointer) {
     return value;
 }
 
+/// The same past L1: for what is read once, or may be there from an earlier kernel's time.
+__device__ __forceinline__ uint4 loadPastL1(void const* pointer) {
+    uint4 value;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
 /// Fewer bytes, at this place in the program, too.
 __device__ __forceinline__ float2 loadNow8(void const* pointer) {
     float2 value;

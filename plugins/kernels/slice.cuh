@@ -187,17 +187,15 @@ template <WeightFormat F, int K>
 using SliceOf = Slice<F, Split<F, K>::kTILES>;
 
 /// Activations in shared memory, ordered: [K / 64 tiles][2 halves][TOKENS][4 lanes t][8 values]. 16-byte reads of a
-/// warp are contiguous.
+/// warp are contiguous. One token stands in every column of the product, which costs nothing: nobody reads the other
+/// ones.
 template <int TOKENS>
 struct SharedX {
     uint4 const* base;
     int lane;
 
     __device__ __forceinline__ uint4 operator()(int tile, int half, int group) const {
-        int const token = group * kDECODE_TOKENS + lane / 4;
-        if (TOKENS == 1 && token != 0) {
-            return make_uint4(0, 0, 0, 0);
-        }
+        int const token = TOKENS == 1 ? 0 : group * kDECODE_TOKENS + lane / 4;
         return base[((tile * 2 + half) * TOKENS + token) * 4 + lane % 4];
     }
 
@@ -238,7 +236,8 @@ struct RowX {
 
 /// A warp's share of the activations, brought from global to the warp's own shared memory by loads that are all under
 /// way together. (Loads straight into operand registers end up one by one just before their uses: the assembler saves
-/// registers. And one token would leave seven eighths of the lanes idle.) Layout as SharedX, for TILES tiles.
+/// registers. And one token would leave seven eighths of the lanes idle.) Layout and columns as SharedX, for TILES
+/// tiles.
 template <int TILES, int TOKENS>
 struct StagedX {
     static constexpr int kVECTORS = TILES * 2 * TOKENS * 4; ///< 16-byte vectors of shared memory a warp
@@ -247,42 +246,67 @@ struct StagedX {
     int part;    ///< the share
     int lane;
 
-    /// Stage rows [K] of `tokens` tokens; `row(token)` points to one, nullptr reads as zeros. ORDERED: each 16 columns
-    /// in activationOrder; else in plain order.
+    /// Stage rows [K] of `tokens` tokens; `row(token)` points to one. TOKENS > 1: the other ones are zeros. ORDERED:
+    /// each 16 columns in activationOrder; else in plain order.
     template <bool ORDERED, typename Row>
     __device__ __forceinline__ void stage(int tokens, Row const& row) const {
-        int const tile = lane / 4, t = lane % 4;
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
             bf16 const* const source = token < tokens ? row(token) : nullptr;
-            uint4 near = make_uint4(0, 0, 0, 0), far = near;
-            if (source != nullptr && tile < TILES) {
-                near = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16);
-                far = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16 + 8);
-            }
-            if constexpr (!ORDERED) {
-                // Half h needs columns 4h .. 4h + 3 and 8 + 4h .. 8 + 4h + 3, as pairs (c, c + 2), (c + 8, c + 10),
-                // then the same of c + 1.
-                uint4 const a = near, b = far;
-                near = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(b.x, b.y, 0x5410),
-                                  __byte_perm(a.x, a.y, 0x7632), __byte_perm(b.x, b.y, 0x7632));
-                far = make_uint4(__byte_perm(a.z, a.w, 0x5410), __byte_perm(b.z, b.w, 0x5410),
-                                 __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.z, b.w, 0x7632));
-            }
-            if (tile < TILES) {
-                base[((tile * 2 + 0) * TOKENS + token) * 4 + t] = near;
-                base[((tile * 2 + 1) * TOKENS + token) * 4 + t] = far;
+            if constexpr (ORDERED) {
+                stageOrdered(token, source);
+            } else {
+                stagePlain(token, source);
             }
         }
         __syncwarp();
     }
 
     __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
-        int const token = lane / 4;
-        if (TOKENS == 1 && token != 0) {
-            return make_uint4(0, 0, 0, 0);
+        return base[place(tile - part * TILES, half, TOKENS == 1 ? 0 : lane / 4, lane % 4)];
+    }
+
+  private:
+    static __device__ __forceinline__ int place(int tile, int half, int token, int t) {
+        return ((tile * 2 + half) * TOKENS + token) * 4 + t;
+    }
+
+    /// Neighbours read neighbouring vectors, [tile][t][half], so that a load needs few lines, and each once.
+    __device__ __forceinline__ void stageOrdered(int token, bf16 const* source) const {
+        constexpr int VECTORS = TILES * 8;
+        auto const* const mine = reinterpret_cast<uint4 const*>(source) + part * VECTORS + lane;
+        uint4 values[(VECTORS + kWARP - 1) / kWARP];
+#pragma unroll
+        for (int i = 0; i * kWARP < VECTORS; ++i) {
+            bool const exists = (TOKENS == 1 || source != nullptr) && i * kWARP + lane < VECTORS;
+            values[i] = exists ? loadPastL1(mine + i * kWARP) : make_uint4(0, 0, 0, 0);
         }
-        return base[(((tile - part * TILES) * 2 + half) * TOKENS + token) * 4 + lane % 4];
+#pragma unroll
+        for (int i = 0; i * kWARP < VECTORS; ++i) {
+            int const v = i * kWARP + lane;
+            if (v < VECTORS) {
+                base[place(v / 8, v % 2, token, v % 8 / 2)] = values[i];
+            }
+        }
+    }
+
+    /// A lane reads the 16 columns that it puts in order.
+    __device__ __forceinline__ void stagePlain(int token, bf16 const* source) const {
+        int const tile = lane / 4, t = lane % 4;
+        if (tile >= TILES) {
+            return;
+        }
+        uint4 a = make_uint4(0, 0, 0, 0), b = a;
+        if (TOKENS == 1 || source != nullptr) {
+            a = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16);
+            b = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16 + 8);
+        }
+        // Half h needs columns 4h .. 4h + 3 and 8 + 4h .. 8 + 4h + 3, as pairs (c, c + 2), (c + 8, c + 10), then the
+        // same of c + 1.
+        base[place(tile, 0, token, t)] = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(b.x, b.y, 0x5410),
+                                                    __byte_perm(a.x, a.y, 0x7632), __byte_perm(b.x, b.y, 0x7632));
+        base[place(tile, 1, token, t)] = make_uint4(__byte_perm(a.z, a.w, 0x5410), __byte_perm(b.z, b.w, 0x5410),
+                                                    __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.z, b.w, 0x7632));
     }
 };
 
