@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
     copied.wait(); // opened before the barrier of routing
     float acc[1][4];
-    slice.multiply(acc, part, RowX<H>{lane < 4 ? row : nullptr, lane});
+    slice.multiply(acc, part, RowX<H>{row, lane}); // in every column, see SharedX
     PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
     partial.store(acc[0], part, lane);
     __syncthreads();
@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
     __shared__ __align__(16) uint4 staged[kSINGLE_WARPS<F, I, S> * X::kVECTORS];
     __shared__ __align__(16) float sums[PartialSums::floats(kSINGLE_WARPS<F, I, S>)];
     __shared__ Routes routes;
+    __shared__ float scales[kTOP_K + 1];
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, panel = blockIdx.x;
     int const panels = params.hidden / kPANEL_ROWS;
     bool const isShared = warp >= kTOP_K * PARTS;
@@ -234,26 +235,29 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
     if (!isShared) {
         slice.template load<I>(params.down + (int64_t{expert} * panels + panel) * panelBytes(F, I), part, lane);
     }
-    float scales[kTOP_K];
-#pragma unroll
-    for (int i = 0; i < kTOP_K; ++i) {
-        scales[i] = kRESTORE<F> * (params.down_scale == nullptr ? 1.0f : __ldg(params.down_scale + routes.expert[i]));
+    if (threadIdx.x <= kTOP_K) {
+        bool const last = threadIdx.x == kTOP_K; // the shared expert's
+        float const* const source =
+            last ? params.shared_down_scale : params.down_scale + routes.expert[last ? 0 : threadIdx.x];
+        scales[threadIdx.x] = kRESTORE<F> * (params.down_scale == nullptr ? 1.0f : __ldg(source));
     }
-    float const sharedScale =
-        kRESTORE<F> * (params.shared_down_scale == nullptr ? 1.0f : __ldg(params.shared_down_scale));
     allowSuccessor();
     ReadySlice<F, Split<F, I>::kTILES, kDOWN_READY<F, I>> const ready(slice);
     ready.hold(params.tokens < 0, params.out);
-    waitForPredecessor();
+    // The shared expert's activations are complete, as the logits are: its warps are done when the other ones start.
+    bf16 const* act = work.shared_act;
+    if (!isShared) {
+        act = work.act + slot * I;
+        waitForPredecessor();
+    }
 
-    bf16 const* const act = isShared ? work.shared_act : work.act + int64_t{slot} * I;
     X const x{staged + warp * X::kVECTORS, part, lane};
     x.template stage<true>(1, [&](int) { return act; });
     float acc[1][4];
     ready.multiply(acc, part, x);
     PartialSums{sums}.store(acc[0], warp, lane);
     __syncthreads();
-    if (threadIdx.x < kPANEL_ROWS) {
+    if (threadIdx.x < kPANEL_ROWS) { // of a warp that has waited
         int const row = threadIdx.x;
         float routed = 0;
 #pragma unroll
@@ -262,7 +266,7 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
             routed += routes.weight[i] * roundBf16(theirs.sum(PARTS, row, 0) * scales[i]);
         }
         PartialSums const theirs{sums + PartialSums::floats(kTOP_K * PARTS)};
-        float const sharedOut = roundBf16(theirs.sum(SHARED_PARTS, row, 0) * sharedScale);
+        float const sharedOut = roundBf16(theirs.sum(SHARED_PARTS, row, 0) * scales[kTOP_K]);
         params.out[panel * kPANEL_ROWS + row] = __float2bfloat16_rn(roundBf16(routed) + sharedOut);
     }
 }
