@@ -20,14 +20,14 @@ __device__ __forceinline__ void allowSuccessor() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// r(x) of the numerics rules, as a float.
-__device__ __forceinline__ float roundBf16(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
-}
-
 __device__ __forceinline__ uint32_t packBf16(float low, float high) {
     bf16x2 const pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<uint32_t const&>(pair);
+}
+
+/// r(x) of the numerics rules, as a float: the upper half of a pair, as a conversion to a single BF16 value is slow.
+__device__ __forceinline__ float roundBf16(float x) {
+    return __uint_as_float(packBf16(0.0f, x));
 }
 
 /// The two values of a packed pair as floats; exact.
