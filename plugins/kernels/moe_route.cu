@@ -19,7 +19,7 @@ constexpr int kROUTER_ROWS = 2;
 /// Tiles that moeRouteSingleKernel has ready: fewer than all, for the router rows need registers, too.
 template <WeightFormat F, typename R, int H>
 constexpr int kROUTE_READY =
-    F == WeightFormat::kNVFP4 && Split<F, H>::kTILES == 8 ? (sizeof(R) == 4 ? 5 : 6) : Split<F, H>::kTILES;
+    F == WeightFormat::kNVFP4 && Split<F, H>::kTILES == 8 ? (sizeof(R) == 4 ? 5 : 7) : Split<F, H>::kTILES;
 
 /// The share of one of WARPS warps of a block's router rows, in registers, in the order of the activations: of every
 /// 256 columns a lane holds those of one 16-byte vector of SharedX, that is c .. c + 3 and c + 8 .. c + 11. Several
@@ -110,7 +110,7 @@ struct RouteShared {
     static constexpr int kPARTS = Split<F, H>::kSPLIT;
     alignas(16) uint32_t x[SharedX<1>::bytes(H) / 4];
     float partial[PartialSums::floats(kPARTS)];
-    float norm[kPARTS];
+    NormScratch<H, kPARTS * kWARP> norm;
     float router[kROUTER_ROWS][RouterShare<R, H, kPARTS>::kROW_WARPS];
 };
 
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
         rows.load(static_cast<R const*>(params.router) + int64_t{expert} * H);
     }
     GateUpScales const scales(params.shared_up_scale, kRESTORE<F>);
-    NormWeights<H, THREADS> const weights(params.norm);
+    shared.norm.prefetch(params.norm);
     ReadySlice<F, Split<F, H>::kTILES, kROUTE_READY<F, R, H>> const ready(slice);
     ready.hold(params.tokens < 0, work.logits);
     waitForPredecessor();
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
     bool const keeps = blockIdx.x == 0;
     normalizeRows<H, 1, THREADS>(
-        norm, weights, keeps, shared.x, shared.norm, [](int token) { return token; },
+        norm, shared.norm, keeps, shared.x, [](int token) { return token; },
         [&](int, int column, uint4 pairs) {
             if (keeps) {
                 auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;

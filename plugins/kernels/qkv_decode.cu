@@ -11,7 +11,7 @@ template <WeightFormat F, int H>
 struct ProjectShared {
     alignas(16) uint32_t x[SharedX<1>::bytes(H) / 4];
     float partial[PartialSums::floats(Split<F, H>::kSPLIT)];
-    float sums[Split<F, H>::kSPLIT];
+    NormScratch<H, Split<F, H>::kSPLIT * kWARP> norm;
 };
 
 /// Grid ((Hq + 2 Hkv) 128 / 16); kSPLIT warps a block. raw [N] bf16: the rounded projection.
@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     allowSuccessor();
     ReadySlice const ready(slice);
     ready.hold(params.tokens < 0, raw);
-    NormWeights<H, THREADS> const weights(params.norm);
+    shared.norm.prefetch(params.norm);
     waitForPredecessor();
 
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
-    normalizeToken<H, THREADS>(norm, weights, blockIdx.x == 0, shared.x, shared.sums);
+    normalizeToken<H, THREADS>(norm, shared.norm, blockIdx.x == 0, shared.x);
     float acc[1][4];
     ready.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
     PartialSums const partial{shared.partial};

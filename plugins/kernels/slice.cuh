@@ -199,10 +199,16 @@ struct SharedX {
         return base[((tile * 2 + half) * TOKENS + token) * 4 + lane % 4];
     }
 
-    /// Index, in 32-bit words, of the pair that holds columns (c, c + 2) of token `token`; c % 4 < 2.
-    static __device__ __forceinline__ int word(int token, int column) {
-        int const place = activationOrder(column % 16);
-        return (((column / 64 * 2 + place / 8) * TOKENS + token) * 4 + column % 64 / 16) * 4 + place % 8 / 2;
+    /// Put 8 columns from `column` on, a multiple of 8, of token `token` in place: pairs (c, c + 2) of the columns
+    /// c = 0, 1, 4, 5 among them, which are at places 0, 4, 8, 12 of a lane's 16 values (+ 2 in the far 8 columns), see
+    /// activationOrder.
+    static __device__ __forceinline__ void store(uint32_t* x, unsigned token, unsigned column, uint4 pairs) {
+        unsigned const tile = column / kTILE_COLUMNS, t = column % kTILE_COLUMNS / 16, far = column % 16 / 8;
+        uint32_t* const near = x + ((tile * 2 * TOKENS + token) * 4 + t) * 4 + far;
+        near[0] = pairs.x;
+        near[2] = pairs.y;
+        near[TOKENS * 16] = pairs.z;
+        near[TOKENS * 16 + 2] = pairs.w;
     }
 
     static constexpr int bytes(int columns) { return columns * TOKENS * 2; }
