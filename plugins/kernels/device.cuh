@@ -20,14 +20,14 @@ __device__ __forceinline__ void allowSuccessor() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// r(x) of the numerics rules, as a float.
-__device__ __forceinline__ float roundBf16(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
-}
-
 __device__ __forceinline__ uint32_t packBf16(float low, float high) {
     bf16x2 const pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<uint32_t const&>(pair);
+}
+
+/// r(x) of the numerics rules, as a float: the upper half of a pair, as a conversion to a single BF16 value is slow.
+__device__ __forceinline__ float roundBf16(float x) {
+    return __uint_as_float(packBf16(0.0f, x));
 }
 
 /// The two values of a packed pair as floats; exact.
@@ -194,6 +194,16 @@ __device__ __forceinline__ void loadStreaming8(void const* pointer, uint32_t& lo
 __device__ __forceinline__ uint4 loadNow16(void const* pointer) {
     uint4 value;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
+/// The same past L1: for what is read once, or may be there from an earlier kernel's time.
+__device__ __forceinline__ uint4 loadPastL1(void const* pointer) {
+    uint4 value;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(pointer)
                  : "memory");

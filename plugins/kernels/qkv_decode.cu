@@ -9,6 +9,8 @@
 #include "kernels/qkv_head.cuh"
 #include "kernels/qkv_internal.h"
 
+#include <type_traits>
+
 namespace flint {
 
 namespace {
@@ -47,7 +49,7 @@ struct DecodeShared {
     alignas(16) float partial[S::kPANELS][Sums::floats(S::kPARTS)];
     alignas(16) float squares[TOKENS][S::kRANKS]; ///< received, of each block
     uint32_t partners[TOKENS * kPANEL_PAIRS];     ///< received, with one panel a block: the pairs 64 rows away
-    float sums[S::kTHREADS / kWARP];
+    std::conditional_t<TOKENS == 1, NormScratch<H, S::kTHREADS>, uint8_t> norm;
     CopyBarrier rows, words;
     HeadQuad quads[TOKENS * kPANEL_PAIRS]; ///< of each finishing thread, not in registers: these are the weights'
 };
@@ -88,12 +90,12 @@ __global__ void __launch_bounds__(Shape<F, H, TOKENS>::kTHREADS, Shape<F, H, TOK
     ready.hold(params.tokens < 0, params.q);
     float acc[1][4];
     if constexpr (TOKENS == 1) {
-        NormWeights<H, THREADS> const weights(params.norm);
+        shared.norm.prefetch(params.norm);
         waitForCluster();
         waitForPredecessor();
         NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, 1};
         auto* const ordered = reinterpret_cast<uint32_t*>(shared.x);
-        normalizeToken<H, THREADS>(norm, weights, blockIdx.x == 0, ordered, shared.sums);
+        normalizeToken<H, THREADS>(norm, shared.norm, blockIdx.x == 0, ordered);
         ready.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(ordered), lane});
     } else {
         waitForCluster();
