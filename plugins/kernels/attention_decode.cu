@@ -10,7 +10,7 @@
 // kernel or a memset node for counters would cost another launch per layer. The workspace is anyone's before this
 // kernel, so a counter carries a tag: a word without the tag counts as zero. See `openCounter`.
 //
-// Windows in small steps of one token a sequence have a kernel of their own: attention_window.cu.
+// Small steps of one token a sequence have a kernel of their own: attention_row.cu.
 #include "kernels/attention_internal.h"
 #include "kernels/attention_merge.cuh"
 #include "kernels/launch.h"
@@ -211,7 +211,8 @@ size_t sinkAttentionDecodeWorkspaceBytes(int64_t tokens, int64_t sequences, int6
     int64_t const splits =
         std::max(std::min<int64_t>(tokens, kLATENCY_TOKENS) * latencySplits(kvHeads, kLATENCY_BLOCKS),
                  tokens * kTHROUGHPUT_SPLITS);
-    return counterBytes(sequences, kvHeads) + partialBytes(splits * heads);
+    return std::max(counterBytes(sequences, kvHeads) + partialBytes(splits * heads),
+                    rowAttentionWorkspaceBytes(tokens, heads));
 }
 
 cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStream_t stream) {
@@ -222,8 +223,8 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
     if (params.tokens == 0 || params.sequences == 0) {
         return cudaSuccess;
     }
-    if (isWindowStep(params)) {
-        return launchWindowDecode(params, stream);
+    if (isRowStep(params)) {
+        return launchRowAttention(params, nullptr, stream);
     }
     int device = 0, sms = 0, sharedBytes = 0;
     for (cudaError_t const status :

@@ -23,16 +23,22 @@ __device__ __forceinline__ void openCounter(unsigned long long* counter, unsigne
     }
 }
 
-/// Count this block's arrival; true in the last of `splits` blocks, which then sees the others' partial results.
+/// Count the arrival of one of `splits`; true for the last of them, which then sees the others' partial results.
+__device__ __forceinline__ bool countSplit(unsigned long long* counter, int splits) {
+    unsigned long long const before = countArrival(counter);
+    bool const last = static_cast<int>(before & ((1u << kCOUNT_BITS) - 1)) == splits - 1;
+    if (last) {
+        *counter = kCOUNTER_TAG << kCOUNT_BITS;
+    }
+    return last;
+}
+
+/// countSplit by a block.
 __device__ __forceinline__ bool arriveLast(unsigned long long* counter, int splits) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        unsigned long long const before = countArrival(counter);
-        last = static_cast<int>(before & ((1u << kCOUNT_BITS) - 1)) == splits - 1;
-        if (last) {
-            *counter = kCOUNTER_TAG << kCOUNT_BITS;
-        }
+        last = countSplit(counter, splits);
     }
     __syncthreads();
     return last;

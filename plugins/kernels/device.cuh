@@ -93,20 +93,10 @@ __device__ __forceinline__ void waitCopies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/// First half of a barrier of the cluster's threads; orders no memory but opened CopyBarriers.
-__device__ __forceinline__ void arriveAtCluster() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-/// Second half: every block of the cluster is there, and its CopyBarriers are open.
-__device__ __forceinline__ void waitForCluster() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-/// A barrier in shared memory that completes once, when all bytes announced to it have arrived.
+/// A barrier in shared memory that completes when all bytes announced to it have arrived.
 class CopyBarrier {
   public:
-    /// By one thread; everyone else sees the barrier after a __syncthreads, other blocks after waitForCluster.
+    /// By one thread; everyone else sees the barrier after a __syncthreads, other blocks after waitCluster.
     __device__ __forceinline__ void open() {
         asm volatile(
             "mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::
@@ -114,7 +104,7 @@ class CopyBarrier {
             : "memory");
     }
 
-    /// By the same thread: how many bytes will be copied.
+    /// By the same thread: how many bytes will be copied. Again when that has completed.
     __device__ __forceinline__ void expect(int bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(sharedAddress(&mState)), "r"(bytes)
                      : "memory");
@@ -128,35 +118,14 @@ class CopyBarrier {
                      : "memory");
     }
 
-    /// Put a word into a variable of block `rank` of the cluster; counts as 4 bytes at that block's barrier.
-    __device__ __forceinline__ void send(int rank, uint32_t word, void* variable) {
-        asm volatile("{\n"
-                     ".reg .b32 target, barrier;\n"
-                     "mapa.shared::cluster.u32 target, %0, %2;\n"
-                     "mapa.shared::cluster.u32 barrier, %1, %2;\n"
-                     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [target], %3, [barrier];\n"
-                     "}" ::"r"(sharedAddress(variable)),
-                     "r"(sharedAddress(&mState)), "r"(rank), "r"(word)
-                     : "memory");
-    }
-
-    /// Wait for all copies.
-    __device__ __forceinline__ void wait() {
+    /// Wait for all copies; `parity` is 0 the first time, 1 the second, and so on.
+    __device__ __forceinline__ void wait(uint32_t parity = 0) {
         asm volatile("{\n"
                      ".reg .pred done;\n"
-                     "again: mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n"
+                     "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
                      "@!done bra again;\n"
-                     "}" ::"r"(sharedAddress(&mState))
-                     : "memory");
-    }
-
-    /// Wait for all words that were sent.
-    __device__ __forceinline__ void waitForWords() {
-        asm volatile("{\n"
-                     ".reg .pred done;\n"
-                     "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-                     "@!done bra again;\n"
-                     "}" ::"r"(sharedAddress(&mState))
+                     "}" ::"r"(sharedAddress(&mState)),
+                     "r"(parity)
                      : "memory");
     }
 

@@ -40,6 +40,25 @@ cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, s
     return launchCluster(kernel, grid, block, 1, sharedBytes, stream, std::forward<Args>(args)...);
 }
 
+/// How many clusters of a kernel can be resident together on this GPU, at least 1.
+template <typename Kernel>
+cudaError_t residentClusters(Kernel kernel, dim3 block, unsigned cluster, size_t sharedBytes, int& clusters) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(cluster);
+    config.blockDim = block;
+    config.dynamicSmemBytes = sharedBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    cudaError_t const status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    clusters = clusters > 1 ? clusters : 1;
+    return status;
+}
+
 /// Shared memory that a block can have on every GPU we compile for: the 99 KB of compute capability 12.x.
 constexpr size_t kCOMMON_SHARED_BYTES = 99 * 1024;
 
