@@ -22,13 +22,15 @@ size_t qkvAttentionWorkspaceBytes(int64_t tokens, int64_t sequences, int64_t hid
            sinkAttentionDecodeWorkspaceBytes(tokens, sequences, heads, kvHeads);
 }
 
-cudaError_t launchQkvAttention(QkvParams qkv, SinkAttentionParams attention, void* workspace, cudaStream_t stream) {
+cudaError_t launchQkvAttention(QkvParams const& qkvParams, SinkAttentionParams const& attentionParams,
+                               cudaStream_t stream) {
+    QkvParams qkv = qkvParams;
+    SinkAttentionParams attention = attentionParams;
     if (sinkAttentionProblem(attention, true)) {
         return cudaErrorInvalidValue;
     }
-    auto* const base = static_cast<uint8_t*>(workspace);
-    auto* const q = base + projectBytes(qkv.tokens, qkv.hidden, qkv.heads, qkv.kv_heads);
-    qkv.workspace = base;
+    auto* const q =
+        static_cast<uint8_t*>(qkv.workspace) + projectBytes(qkv.tokens, qkv.hidden, qkv.heads, qkv.kv_heads);
     qkv.q = reinterpret_cast<bf16*>(q);
     attention.q = q;
     attention.workspace = q + aligned(int64_t{qkv.tokens} * qkv.heads * kHEAD_DIM * sizeof(bf16));
