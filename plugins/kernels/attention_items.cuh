@@ -150,7 +150,10 @@ template <>
 class ChunkFinder<false> {
   public:
     __device__ __forceinline__ ChunkFinder(Arguments const& a, Item const& item, int)
-        : mRing(a.ring), mRows(a.kv_pool + (static_cast<int64_t>(a.ring_slot[item.sequence]) * a.kv_heads + item.head) *
+        : ChunkFinder(a, a.ring_slot[item.sequence], item.head) {}
+
+    __device__ __forceinline__ ChunkFinder(Arguments const& a, int slot, int head)
+        : mRing(a.ring), mRows(a.kv_pool + (static_cast<int64_t>(slot) * a.kv_heads + head) *
                                                (2 * static_cast<int64_t>(a.ring) * kHEAD_DIM)) {}
 
     __device__ __forceinline__ ChunkPlace place(int chunk) const {

@@ -94,7 +94,7 @@ struct RowArguments : SplitArguments {
 /// step's tokens. A row of padding sees none.
 struct RowItem {
     int row, head;
-    int sequence;
+    int sequence, slot; // The slot: of a ring.
     int low, fresh, end;
     int split, splits;
     int chunk_begin, chunk_end;
@@ -104,21 +104,26 @@ struct RowItem {
 class RowFinder {
   public:
     __device__ __forceinline__ RowFinder(RowArguments const& a, int lane) : mLane(lane) {
-        int start = 0, end = 0, length = 0;
-        if (lane < a.sequences) {
+        int start = 0, end = 0, length = 0, slot = 0;
+        if (lane < a.sequences) { // All under way together: little time is left until the projection ends.
             start = a.query_start[lane];
             end = a.query_start[lane + 1];
             length = a.seq_lens[lane];
+            slot = a.ring > 0 ? a.ring_slot[lane] : 0;
         }
-        for (int b = 0; b < a.sequences; ++b) {
-            int const first = __shfl_sync(0xFFFFFFFFu, start, b), last = __shfl_sync(0xFFFFFFFFu, end, b);
-            int const whole = __shfl_sync(0xFFFFFFFFu, length, b);
-            if (first <= lane && lane < last) {
-                mSequence = b;
-                mEnd = whole - (last - lane) + 1;
-                mLow = max(0, mEnd - a.window);
-                mFresh = max(mLow, whole - (last - first));
-            }
+        // The last sequence that begins at the lane's row or before.
+#pragma unroll
+        for (int step = kLATENCY_TOKENS / 2; step > 0; step /= 2) {
+            int const other = mSequence + step, first = __shfl_sync(0xFFFFFFFFu, start, other);
+            mSequence = other < a.sequences && first <= lane ? other : mSequence;
+        }
+        int const first = __shfl_sync(0xFFFFFFFFu, start, mSequence), last = __shfl_sync(0xFFFFFFFFu, end, mSequence);
+        int const whole = __shfl_sync(0xFFFFFFFFu, length, mSequence);
+        mSlot = __shfl_sync(0xFFFFFFFFu, slot, mSequence);
+        if (first <= lane && lane < last) {
+            mEnd = whole - (last - lane) + 1;
+            mLow = max(0, mEnd - a.window);
+            mFresh = max(mLow, whole - (last - first));
         }
         if (lane < a.tokens) {
             mSplits = max(1, min(a.max_splits, (chunks() + a.split_chunks - 1) / a.split_chunks));
@@ -138,6 +143,7 @@ class RowFinder {
         item.row = __ffs(static_cast<int>(found)) - 1;
         item.head = number % a.kv_heads;
         item.sequence = of(mSequence);
+        item.slot = of(mSlot);
         item.low = of(mLow);
         item.fresh = of(mFresh);
         item.end = of(mEnd);
@@ -153,7 +159,7 @@ class RowFinder {
     __device__ __forceinline__ int chunks() const { return (mEnd + kCHUNK - 1) / kCHUNK - mLow / kCHUNK; }
 
     int mLane;
-    int mSequence = 0, mLow = 0, mFresh = 0, mEnd = 0;
+    int mSequence = 0, mSlot = 0, mLow = 0, mFresh = 0, mEnd = 0;
     int mSplits = 0;
     int mItems = 0; // Of the rows up to this lane's.
 };
@@ -267,7 +273,7 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
     constexpr int STRIDE = WARPS * CLUSTER, OWN_HEADS = kOWN_HEADS<Shape>;
     int const warp = threadIdx.x / kWARP, lane = threadIdx.x % kWARP, rank = clusterRank();
     int const finished = item.head * kGROUP + rank * OWN_HEADS + warp % OWN_HEADS; // By one of the first warps.
-    int const begin = item.chunk_begin + warp * CLUSTER + rank;
+    int const begin = item.chunk_begin + rank * WARPS + warp;                      // A block reads whole pages.
     uint8_t* const chunks = s.warps[warp].chunks;
 
     // What the finders and loaders of attention_decode.cu know as an item.
@@ -278,7 +284,13 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
     keys.length = Raw ? item.fresh : item.end; // Behind it: zeros, until putKeys.
     keys.chunk_begin = item.chunk_begin;
     keys.chunk_end = item.chunk_end;
-    ChunkFinder<Shape::kPAGED> finder(a, keys, lane);
+    auto finder = [&] {
+        if constexpr (Shape::kPAGED) {
+            return ChunkFinder<true>(a, keys, lane);
+        } else {
+            return ChunkFinder<false>(a, item.slot, item.head);
+        }
+    }();
     auto const fetch = [&](int chunk, int stage) {
         if (chunk < item.chunk_end) {
             loadChunk<Shape::kPAGED, kWARP>(keys, finder.place(chunk), chunk, a.ring,
@@ -297,7 +309,6 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
     Newcomers const newcomers(a, item, lane);
     HeadQuad const quad = Raw ? newcomers.quad(a.news.q_norm, item.end - 1) : HeadQuad{};
     float const sink = __uint_as_float(loadNow4(a.sinks + finished));
-    waitCluster(); // Every block of the cluster runs, and has used what it was sent for the item before.
 
     waitForPredecessor();
     unsigned long long* const counter = a.counters + item.row * a.kv_heads * kGROUP + finished;
@@ -358,8 +369,8 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
             __syncwarp();
             uint8_t* const here = chunks + stage * kCHUNK_BYTES;
             if (Raw && chunk >= begin + STAGES * STRIDE && (chunk + 1) * kCHUNK > item.fresh) {
-                newcomers.putKeys(here, finder.place(chunk), chunk * kCHUNK); // A warp's last chunk: others have its
-                __syncwarp();                                                 // neighbours.
+                newcomers.putKeys(here, finder.place(chunk), chunk * kCHUNK); // Only a warp's last chunk has some.
+                __syncwarp();
             }
             attend(chunk, here);
             fetch(chunk + STAGES * STRIDE, stage);
@@ -370,6 +381,7 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
     leaveResult(state, 0, own.outs[0], own.stats, lane);
     __syncthreads();
 
+    waitCluster(); // Every block of the cluster runs, and has used what it was sent for the item before.
     constexpr int DISTANCE = sizeof(s.warps[0]); // Between the warps' results.
     WarpResult const& parts = s.warps[0].result;
     for (int h = warp; h < kGROUP; h += WARPS) {
@@ -444,16 +456,18 @@ size_t counterBytes(int64_t tokens, int64_t heads) {
 }
 
 template <typename Shape, bool Raw>
-cudaError_t launchShape(SinkAttentionParams const& params, NewTokens const& news, cudaStream_t stream) {
+cudaError_t launchShape(SinkAttentionParams const& params, NewTokens const& news, int available, cudaStream_t stream) {
     auto const kernel = sinkAttentionRowKernel<Shape, Raw>;
-    constexpr int BYTES = sizeof(RowShared<Shape>);
+    int bytes = sizeof(RowShared<Shape>), resident = 1, device = 0, sms = 0;
     dim3 const block(Shape::kWARPS * kWARP);
-    int resident = 1;
-    if (cudaError_t const status = allowShared(kernel, BYTES); status != cudaSuccess) {
-        return status;
+    for (cudaError_t const status : {allowShared(kernel, available - 1024), cudaGetDevice(&device),
+                                     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)}) {
+        if (status != cudaSuccess) {
+            return status;
+        }
     }
     if (Shape::kPAGED) {
-        if (cudaError_t const status = residentClusters(kernel, block, Shape::kCLUSTER, BYTES, resident);
+        if (cudaError_t const status = residentClusters(kernel, block, Shape::kCLUSTER, bytes, resident);
             status != cudaSuccess) {
             return status;
         }
@@ -467,22 +481,27 @@ cudaError_t launchShape(SinkAttentionParams const& params, NewTokens const& news
     a.split_chunks = Shape::kCLUSTER * Shape::kWARPS * Shape::kSTAGES; // What is under way at once.
     a.splitInto(static_cast<int>(splits), workspace + counterBytes(params.tokens, params.heads));
     int64_t const clusters = Shape::kPAGED ? std::min<int64_t>(items, resident) : items;
-    return launchCluster(kernel, dim3(static_cast<unsigned>(clusters * Shape::kCLUSTER)), block, Shape::kCLUSTER, BYTES,
+    if (clusters * Shape::kCLUSTER <= sms) {
+        // A block for each multiprocessor: where two were together, the next kernel's block would find no room, and
+        // start late.
+        bytes = std::max(bytes, available / 2 + 1024);
+    }
+    return launchCluster(kernel, dim3(static_cast<unsigned>(clusters * Shape::kCLUSTER)), block, Shape::kCLUSTER, bytes,
                          stream, a);
 }
 
 template <bool Raw>
 cudaError_t launch(SinkAttentionParams const& params, NewTokens const& news, cudaStream_t stream) {
-    if (params.ring > 0) {
-        return launchShape<Windowed, Raw>(params, news, stream);
-    }
     int available = 0;
     if (cudaError_t const status = blockSharedBytes(available); status != cudaSuccess) {
         return status;
     }
+    if (params.ring > 0) {
+        return launchShape<Windowed, Raw>(params, news, available, stream);
+    }
     return static_cast<size_t>(available) >= sizeof(RowShared<Full>)
-               ? launchShape<Full, Raw>(params, news, stream)
-               : launchShape<FullSmall, Raw>(params, news, stream);
+               ? launchShape<Full, Raw>(params, news, available, stream)
+               : launchShape<FullSmall, Raw>(params, news, available, stream);
 }
 
 } // namespace
