@@ -6,7 +6,7 @@ experts are in test_wide_ops. Values are the reference's; how far a kernel may b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tests.gpu.inputs import EPS, FORMATS
 from tests.gpu.ops import run_op
 from tests.gpu.test_gemm import normal, packed, run, stream
 
+DEVICE = "cuda"
 TOKENS = (1, 2, 3, 7, 8, 9, 33, 64)
 FLINT = {"hidden": 2048, "heads": 32, "kv_heads": 4, "dense": 6144, "moe": 512, "shared": 1024}
 NANO = {"hidden": 128, "heads": 16, "kv_heads": 2, "dense": 256, "moe": 64, "shared": 64}
@@ -34,7 +35,7 @@ def reference(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor])
 
 def allowed(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The oracle's allowance of each output."""
-    device = {name: tensor.cuda() for name, tensor in inputs.items()}
+    device = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
     return {name: expected.allowed for name, expected in oracle.OPS[op](fields, device).items()}
 
 
@@ -106,6 +107,13 @@ def test_lm_head(rows: int, shape: str, fmt: str) -> None:
     compare("LmHead", fields, inputs)
 
 
+def qkv_weights(s: dict[str, int], fmt: str, generator: np.random.Generator) -> dict[str, Tensor]:
+    inputs = packed("qkv", fmt, ((s["heads"] + 2 * s["kv_heads"]) * 128, s["hidden"]), (3,), generator)
+    for name in ("q_norm", "k_norm"):
+        inputs[name] = torch.from_numpy(generator.uniform(0.5, 1.5, 128).astype(np.float32))
+    return inputs
+
+
 def qkv_case(
     s: dict[str, int],
     fmt: str,
@@ -115,8 +123,15 @@ def qkv_case(
     phase: str,
     first: bool,
     padding: int = 2,
+    ring: int = 528,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, FieldValue], dict[str, Tensor]]:
-    """A ragged batch: sequence b writes `lengths[b]` tokens from position `starts[b]` on; padding rows behind."""
+    """A ragged batch: sequence b writes `lengths[b]` tokens from position `starts[b]` on; padding rows behind.
+
+    Args:
+        ring: tokens of a ring.
+        weights: of `qkv_weights`, to use again.
+    """
     generator, tokens = np.random.default_rng(sum(lengths)), sum(lengths) + padding
     hidden, heads, kv_heads = s["hidden"], s["heads"], s["kv_heads"]
     fields: dict[str, FieldValue] = {
@@ -126,11 +141,9 @@ def qkv_case(
     inputs: dict[str, Any] = stream(tokens, hidden, generator)
     if first:
         del inputs["residual"]
-    inputs |= packed("qkv", fmt, ((heads + 2 * kv_heads) * 128, hidden), (3,), generator)
-    for name in ("q_norm", "k_norm"):
-        inputs[name] = torch.from_numpy(generator.uniform(0.5, 1.5, 128).astype(np.float32))
+    inputs |= qkv_weights(s, fmt, generator) if weights is None else weights
     positions = [start + i for start, n in zip(starts, lengths, strict=True) for i in range(n)] + [0] * padding
-    longest = max(positions) + 1
+    longest = max(start + n for start, n in zip(starts, lengths, strict=True))
     inputs["positions"] = torch.tensor(positions, dtype=torch.int32)
     angles = np.arange(longest)[:, None] * 10000.0 ** (-np.arange(64) / 64)
     pages = -(-longest // 64)
@@ -147,7 +160,7 @@ def qkv_case(
         inputs["kv_pool"] = torch.full((batch * pages, kv_heads, 2, 64, 128), nan, dtype=torch.bfloat16)
     elif phase == "decode":
         inputs["ring_slot"] = torch.from_numpy(generator.permutation(batch).astype(np.int32))
-        inputs["kv_pool"] = torch.full((batch, kv_heads, 2, 528, 128), nan, dtype=torch.bfloat16)
+        inputs["kv_pool"] = torch.full((batch, kv_heads, 2, ring, 128), nan, dtype=torch.bfloat16)
     return fields, inputs
 
 
@@ -192,15 +205,18 @@ def test_norm_qkv_rope(
             oracle.check(found[name][:rows], wanted, oracle.ALL, name)
 
 
-def written(inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Iterator[Tensor]:
+def written(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """K and V [T, Hkv, 128] that a step wrote, from fresh_kv or from their places in the pool."""
     if "fresh_kv" in outputs:
         return iter(outputs["fresh_kv"].unbind(1))
     start, pool = inputs["query_start"], outputs["kv_pool_out"]
     sequence = torch.repeat_interleave(torch.arange(len(start) - 1), start.diff())
-    positions = inputs["positions"][: len(sequence)].long()
+    place, entry = places(inputs, sequence, inputs["positions"][: len(sequence)].long())
+    return (pool[place, :, part, entry] for part in (0, 1))
+
+
+def places(inputs: Mapping[str, Tensor], sequence: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Page or ring slot of each position of its sequence, and entry therein."""
     if "page_table" in inputs:
-        place = inputs["page_table"].long()[sequence, positions // PAGE_TOKENS]
-    else:
-        place = inputs["ring_slot"].long()[sequence]
-    return (pool[place, :, part, positions % pool.shape[3]] for part in (0, 1))
+        return inputs["page_table"].long()[sequence, positions // PAGE_TOKENS], positions % PAGE_TOKENS
+    return inputs["ring_slot"].long()[sequence], positions % inputs["kv_pool"].shape[3]
