@@ -31,17 +31,17 @@ constexpr int kMOST_SPLITS = 8; // Of a row.
 /// any number). Registers: as many as leave room for the output projection's blocks on the same multiprocessor.
 struct Windowed {
     static constexpr bool kPAGED = false;
-    static constexpr int kCLUSTER = 8;
-    static constexpr int kWARPS = 5; // A window of 513 keys, 33 or 34 chunks, is under way at once, on any GPU.
+    static constexpr int kCLUSTER = 4;
+    static constexpr int kWARPS = 9; // A window of 513 keys, 33 or 34 chunks, is under way at once, on any GPU.
     static constexpr int kSTAGES = 1;
     static constexpr int kROUNDS = 1;
-    static constexpr int kREGISTERS = 88;
+    static constexpr int kREGISTERS = 80;
 };
 struct Full {
     static constexpr bool kPAGED = true;
     static constexpr int kCLUSTER = 4;
     static constexpr int kROUNDS = 0;
-    static constexpr int kREGISTERS = 255;
+    static constexpr int kREGISTERS = 128;
     static constexpr int kWARPS = 8;
     static constexpr int kSTAGES = 3;
 };

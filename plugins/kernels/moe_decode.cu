@@ -201,7 +201,7 @@ constexpr int kSINGLE_WARPS = kTOP_K * Split<F, I>::kSPLIT + kSHARED_WARPS<F, S>
 /// Tiles that the kernel below has ready: fewer than all, so that a block finds its registers beside the up kernel's
 /// and its weights come while that runs.
 template <WeightFormat F, int I>
-constexpr int kDOWN_READY = F == WeightFormat::kNVFP4 && Split<F, I>::kTILES == 8 ? 6 : Split<F, I>::kTILES;
+constexpr int kDOWN_READY = F == WeightFormat::kNVFP4 && Split<F, I>::kTILES == 8 ? 5 : Split<F, I>::kTILES;
 
 /// One token. Grid (H / 16): a group of warps per chosen expert, in slot order, and one for the shared expert.
 template <WeightFormat F, int E, int I, int S>

@@ -10,27 +10,33 @@ namespace flint {
 
 namespace {
 
+/// Tiles that a block of two panels has ready before the wait: as many as registers hold.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kPAIR_READY = 4;
+#else
+constexpr int kPAIR_READY = 5;
+#endif
+
 /// How the kernel's instance for a format, H, and one or up to eight tokens divides the work.
 template <WeightFormat F, int H, int TOKENS>
 struct Shape {
     static constexpr int kPARTS = Split<F, H>::kSPLIT; ///< warps of a panel
     static constexpr int kTILES = Split<F, H>::kTILES;
-    /// With several tokens, half as many blocks copy the activations' rows.
-    static constexpr bool kPAIR = TOKENS > 1 && F == WeightFormat::kNVFP4&& kPARTS > 1;
+    /// Half as many blocks normalise the token; and with few enough tiles ready before the wait, a block finds its
+    /// registers beside one of the kernel before (the experts' down).
+    static constexpr bool kPAIR = TOKENS == 1 && F == WeightFormat::kNVFP4 && (kPARTS > 1);
     static constexpr int kPANELS = kPAIR ? 2 : 1; ///< of a block
     static constexpr int kTHREADS = kPANELS * kPARTS * kWARP;
-    /// Tiles that a warp has ready before the wait: as many as leave registers for all blocks to be resident together
-    /// on an H200.
-    static constexpr int kREADY = kPAIR && kTILES == 8 ? 5 : kTILES;
-    static constexpr int kRESIDENT = kPAIR ? 2 : kREADY_BLOCKS<F>; ///< blocks a multiprocessor
+    static constexpr int kREADY = kTILES < 8 ? kTILES : kPAIR ? kPAIR_READY : 7; ///< tiles that a warp has ready
+    static constexpr int kRESIDENT = kPAIR ? 2 : kREADY_BLOCKS<F>;               ///< blocks a multiprocessor
 };
 
 template <WeightFormat F, int H, int TOKENS>
 struct ProjectShared {
     using S = Shape<F, H, TOKENS>;
-    alignas(16) uint8_t x[TOKENS == 1 ? SharedX<1>::bytes(H) : TOKENS * RowX<H>::kSTRIDE];
+    alignas(16) uint8_t x[SharedX<TOKENS>::bytes(H)];
     alignas(16) float partial[S::kPANELS][PartialSums::floats(S::kPARTS)];
-    std::conditional_t<TOKENS == 1, NormScratch<H, S::kTHREADS>, CopyBarrier> rows;
+    std::conditional_t<TOKENS == 1, NormScratch<H, S::kTHREADS>, uint8_t> norm;
 };
 
 /// Grid ((Hq + 2 Hkv) 128 / 16 / panels of a block). `x` [T, H]: of several tokens the normalised rows, ordered. raw
@@ -44,9 +50,6 @@ __global__ void __launch_bounds__(Shape<F, H, TOKENS>::kTHREADS, Shape<F, H, TOK
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, part = warp % PARTS, panel = warp / PARTS;
     int const first = blockIdx.x * PANELS, head = first * kPANEL_ROWS / kHEAD_DIM;
 
-    if (TOKENS > 1 && threadIdx.x == 0) {
-        reinterpret_cast<CopyBarrier&>(shared.rows).open();
-    }
     SliceOf<F, H> slice;
     slice.template load<H>(params.weight + (first + panel) * panelBytes(F, H), part, lane);
     float scale = kRESTORE<F>;
@@ -58,23 +61,19 @@ __global__ void __launch_bounds__(Shape<F, H, TOKENS>::kTHREADS, Shape<F, H, TOK
     ready.hold(params.tokens < 0, raw);
     float acc[1][4];
     if constexpr (TOKENS == 1) {
-        shared.rows.prefetch(params.norm);
+        shared.norm.prefetch(params.norm);
         waitForPredecessor();
         NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, 1};
         auto* const ordered = reinterpret_cast<uint32_t*>(shared.x);
-        normalizeToken<H, THREADS>(norm, shared.rows, blockIdx.x == 0, ordered);
+        normalizeToken<H, THREADS>(norm, shared.norm, blockIdx.x == 0, ordered);
         ready.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(ordered), lane});
     } else {
-        __syncthreads();
+        using X = StagedX<S::kTILES, TOKENS>;
+        static_assert(PANELS == 1); // each warp stages its share of K
+        X const mine{reinterpret_cast<uint4*>(shared.x) + part * X::kVECTORS, part, lane};
         waitForPredecessor();
-        if (threadIdx.x == 0) {
-            shared.rows.expect(params.tokens * H * 2);
-            RowX<H>::copy(shared.rows, x, params.tokens, shared.x);
-        }
-        __syncwarp();
-        shared.rows.wait();
-        bool const present = lane / 4 < params.tokens;
-        ready.multiply(acc, part, RowX<H>{present ? shared.x + lane / 4 * RowX<H>::kSTRIDE : nullptr, lane});
+        mine.template stage<true>(params.tokens, [&](int token) { return x + int64_t{token} * H; });
+        ready.multiply(acc, part, mine);
     }
     PartialSums{shared.partial[panel]}.store(acc[0], part, lane);
     __syncthreads();
