@@ -41,7 +41,7 @@ struct Full {
     static constexpr bool kPAGED = true;
     static constexpr int kCLUSTER = 4;
     static constexpr int kROUNDS = 0;
-    static constexpr int kREGISTERS = 128;
+    static constexpr int kREGISTERS = 255;
     static constexpr int kWARPS = 8;
     static constexpr int kSTAGES = 3;
 };
@@ -315,10 +315,13 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
     bool const opens = item.splits > 1 && warp < OWN_HEADS && lane == 0;
     unsigned long long const found = opens ? __ldcg(counter) : 0;
     if constexpr (Raw) {
+        // Warps take the group's heads in turn, the one with the row's own key last: it has more to do.
+        int const busy = ((item.end - 1) / kCHUNK - item.chunk_begin) % STRIDE - rank * WARPS;
+        int const turn = (warp + 2 * WARPS - 1 - min(max(busy, 0), WARPS - 1)) % WARPS;
         uint32_t words[TURNS][2];
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
-            newcomers.loadQ(min(i * WARPS + warp, kGROUP - 1), words[i]);
+            newcomers.loadQ(min(i * WARPS + turn, kGROUP - 1), words[i]);
         }
         // The step's keys, where their chunks are under way already.
 #pragma unroll
@@ -333,8 +336,8 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
 #pragma unroll
         for (int i = 0; i < TURNS; ++i) {
             newcomers.finish(quad, words[i]);
-            if (i * WARPS + warp < kGROUP) {
-                newcomers.putQ(s.q, i * WARPS + warp, words[i]);
+            if (i * WARPS + turn < kGROUP) {
+                newcomers.putQ(s.q, i * WARPS + turn, words[i]);
             }
         }
     } else if (threadIdx.x < kGROUP * kROW_SEGMENTS) {
