@@ -146,16 +146,18 @@ def check_nodes(model: Model, phase: Phase, step: Step, taps: Taps) -> None:
         elif node.op == "SinkAttention":
             check_attention(node, inputs["q"], inputs, outputs, step)
         elif node.op == "NormQkvAttention":
-            q = check_products(node, inputs, outputs, step)["q"]
-            check_attention(node, q.value, inputs, outputs, step, oracle.LOGITS)
+            expected = check_products(node, inputs, outputs, step)
+            check_attention(node, expected["q"].value, inputs, outputs, step, expected["v"].allowed)
         else:
             check_products(node, inputs, outputs, step)
 
 
-def check_attention(node: GraphNode, q: Tensor, inputs: Taps, outputs: Taps, step: Step, before: float = 0.0) -> None:
+def check_attention(
+    node: GraphNode, q: Tensor, inputs: Taps, outputs: Taps, step: Step, own_v: Tensor | None = None
+) -> None:
     """Attention of these queries over what stands in the pool."""
     k, v = keys_of(node, inputs, step)
-    found = oracle.attention(q, k, v, inputs["sinks"], int(node.fields["window"]), before)
+    found = oracle.attention(q, k, v, inputs["sinks"], int(node.fields["window"]), own_v)
     oracle.check(outputs["out"], found, oracle.ATTENTION_ALL, node.name)
 
 
