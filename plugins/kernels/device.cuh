@@ -62,6 +62,13 @@ __device__ __forceinline__ void ldmatrix4Transposed(uint32_t (&d)[4], uint32_t a
                  : "memory");
 }
 
+/// The transpose of an 8x8 BF16 matrix whose lane l holds values 2 (l % 4), 2 (l % 4) + 1 of row l / 4.
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
 /// L2 policy of what a step reads once: weights and old KV are many times the L2, and would push out what stays in use,
 /// activations and the kernels' own code.
 __device__ __forceinline__ uint64_t readOncePolicy() {

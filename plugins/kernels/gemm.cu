@@ -120,6 +120,9 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
     if (status != cudaSuccess) {
         return status;
     }
+    if (params.tokens <= kSPLIT_TOKENS) {
+        return launchGemmSplit(params.format, problem, params.epilogue, device, stream);
+    }
     GemmShape const shape = chooseShape(params, device);
     int64_t const groups = ceilDiv(params.tokens, gemmShapeTokens(shape));
     return launchGemmProblem(params.format, problem, params.epilogue, shape, groups, stream);

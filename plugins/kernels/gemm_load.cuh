@@ -224,7 +224,26 @@ struct GemmLoader {
     }
 };
 
-/// A lane's part of one panel's K-tile, as it is stored.
+namespace detail {
+
+__device__ __forceinline__ uint4 loadShared16(uint32_t address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t loadShared2(uint32_t address) {
+    uint16_t value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
+}
+
+} // namespace detail
+
+/// A lane's part of one panel's K-tile, as it is stored; load() takes the lane's shared addresses.
 template <WeightFormat F>
 struct GemmPanel;
 
@@ -233,12 +252,24 @@ struct GemmPanel<WeightFormat::kNVFP4> {
     uint4 codes;
     uint32_t scales;
 
+    __device__ __forceinline__ void load(uint32_t data, uint32_t scale) {
+        codes = detail::loadShared16(data);
+        scales = detail::loadShared2(scale);
+    }
+
     __device__ __forceinline__ void operands(uint32_t (&a)[4][4]) const { dequantize(codes, scales, a); }
 };
 
 template <>
 struct GemmPanel<WeightFormat::kBF16> {
     uint4 fragments[4];
+
+    __device__ __forceinline__ void load(uint32_t data, uint32_t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            fragments[i] = detail::loadShared16(data + i * 512);
+        }
+    }
 
     __device__ __forceinline__ void operands(uint32_t (&a)[4][4]) const {
 #pragma unroll
@@ -277,16 +308,8 @@ struct GemmWeights {
 
     __device__ GemmPanel<C::FORMAT> load(int stage, int p) const {
         GemmPanel<C::FORMAT> data;
-        uint32_t const source = shared + stage * C::W_BYTES + p * C::TILE_BYTES;
-        if constexpr (C::FORMAT == WeightFormat::kNVFP4) {
-            data.codes = loadShared16(source);
-            data.scales = loadShared2(scales + p * C::SCALE_BYTES + scale_offset + 2 * tile_in_group);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                data.fragments[i] = loadShared16(source + i * 512);
-            }
-        }
+        data.load(shared + stage * C::W_BYTES + p * C::TILE_BYTES,
+                  scales + p * C::SCALE_BYTES + scale_offset + 2 * tile_in_group);
         return data;
     }
 
@@ -295,24 +318,8 @@ struct GemmWeights {
         uint32_t const source = shared + stage * C::W_BYTES + p * C::TILE_BYTES;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            data.fragments[2 * half + i] = loadShared16(source + (2 * half + i) * 512);
+            data.fragments[2 * half + i] = detail::loadShared16(source + (2 * half + i) * 512);
         }
-    }
-
-  private:
-    __device__ static uint4 loadShared16(uint32_t address) {
-        uint4 value;
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "r"(address)
-                     : "memory");
-        return value;
-    }
-
-    __device__ static uint32_t loadShared2(uint32_t address) {
-        uint16_t value;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
-        return value;
     }
 };
 
