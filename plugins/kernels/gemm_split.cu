@@ -208,7 +208,8 @@ struct SplitStore {
         columns = problem.panels * (GLU ? kPANEL_ROWS / 2 : kPANEL_ROWS);
         factor[0] = factor[1] = kRESTORE<C::FORMAT>;
         if (problem.scale != nullptr) {
-            int const segment = (panel >= problem.segment_panels[0]) + (panel >= problem.segment_panels[1]);
+            int const last = min(panel, problem.panels - 1);
+            int const segment = (last >= problem.segment_panels[0]) + (last >= problem.segment_panels[1]);
             factor[0] *= __uint_as_float(loadNow4(problem.scale + (GLU ? 0 : segment)));
             factor[1] *= __uint_as_float(loadNow4(problem.scale + (GLU ? 1 : segment)));
         }
