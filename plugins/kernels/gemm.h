@@ -1,8 +1,13 @@
-// Matrix products of prefill: many tokens times a packed weight, y[t, n] = r(sum_k x[t, k] w[n, k] * tensor_scale).
+// Matrix products beyond the low-latency path: tokens times a packed weight, y[t, n] = r(sum_k x[t, k] w[n, k] *
+// tensor_scale).
 //
 // Activations that a product reads are "ordered": [rows, K] row-major with every 64 columns permuted by gemmOrder
-// (gemm_order.cuh). Bits: every tile shape sums K in the same order, so with mma.sync a row's result does not depend on
-// T or on the shape; on compute capability 9.0 kLarge uses wgmma, so bits may change where it starts to be chosen.
+// (gemm_order.cuh).
+//
+// Bits: up to 64 tokens K is divided over the blocks of a cluster (gemm_split.cu), into a number of parts that N, K and
+// the GPU's multiprocessors decide, so a row's result does not depend on T. From 65 tokens on no part of K is summed
+// apart: every tile shape takes K in one order, so with mma.sync a row's result does not depend on T or on the shape;
+// on compute capability 9.0 kLarge uses wgmma, so bits may change where it starts to be chosen.
 #pragma once
 
 #include "kernels/types.h"

@@ -28,6 +28,7 @@ DECODE_KERNELS = {
     "moeUpKernel",
     "moeDownKernel",
     "gemmKernel",
+    "gemmSplitKernel",
     "lmHeadKernel",
     "sampleDrawKernel",
 }
