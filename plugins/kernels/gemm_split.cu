@@ -48,7 +48,7 @@ struct SplitConfig {
     static constexpr int PANELS = 1; ///< of a warp
     static constexpr int TOKENS = TOKENS_;
     static constexpr int SLICE = TOKENS < 32 ? TOKENS : 32; ///< tokens that are skipped together
-    static constexpr int STEPS = TOKENS / 8;
+    static constexpr int STEPS = TOKENS / 8;                ///< of the matrix instruction's tokens
 
     // Shared memory: [stages] activations (128-byte rows, swizzled) and weights, scales, received sums.
     static constexpr int TILE_BYTES = F == WeightFormat::kNVFP4 ? 512 : 2048; ///< of a panel, without scales
@@ -57,37 +57,20 @@ struct SplitConfig {
     static constexpr int SCALE_BYTES = F == WeightFormat::kNVFP4 ? kSCALE_TILES * 64 : 0; ///< of a panel
 
     static int sharedBytes(int stages, int cells, int ranks) {
-        return stages * STAGE_BYTES + kWARPS * SCALE_BYTES + cells * (ranks - 1) * kCELL_BYTES;
+        return stages * STAGE_BYTES + kWARPS * SCALE_BYTES + cells * ranks * kCELL_BYTES;
     }
 };
 
-/// The cells of an output tile, 16 rows (a warp's panel) by 8 tokens, four values of each lane, and who adds them up:
-/// cell 8 step + warp is owned by rank (8 step + warp) / share.
+/// The cells of an output tile, 16 rows (a panel) by 8 tokens, four values of each lane. Cell 8 step + panel is added
+/// up by rank cell / share.
 struct SplitCells {
-    int steps; ///< of 8 tokens
+    int all;
     int share; ///< of a rank; the last ones may have less
 
     __host__ __device__ SplitCells(int tokens, int ranks)
-        : steps((tokens + 7) / 8), share((steps * kWARPS + ranks - 1) / ranks) {}
+        : all((tokens + 7) / 8 * kWARPS), share((all + ranks - 1) / ranks) {}
 
-    __device__ int owned(int rank) const { return min(max(steps * kWARPS - rank * share, 0), share); }
-
-    /// Call f(step, owner, cell of the owner) for each of a warp's cells.
-    template <int STEPS, typename Function>
-    __device__ __forceinline__ void forEach(int warp, Function f) const {
-        int owner = warp / share, cell = warp - owner * share;
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            if (step < steps) {
-                f(step, owner, cell);
-                cell += kWARPS;
-                while (cell >= share) {
-                    cell -= share;
-                    ++owner;
-                }
-            }
-        }
-    }
+    __device__ int owned(int rank) const { return min(max(all - rank * share, 0), share); }
 };
 
 /// A barrier in shared memory that completes, again and again, when the copies of all threads have arrived.
@@ -274,14 +257,16 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         source.copyWeights(tile, tile);
     }
     SplitCells const cells(problem.positions, plan.ranks);
+    int const owned = cells.owned(rank);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < plan.stages; ++stage) {
             filled[stage].open();
         }
         received.open();
-        received.expect(cells.owned(rank) * (plan.ranks - 1) * kCELL_BYTES);
+        received.expect(owned * plan.ranks * kCELL_BYTES);
     }
-    SplitStore<C> const store(problem, panel, lane);
+    // A warp adds up every eighth of its block's cells, all of one panel.
+    SplitStore<C> const store(problem, panel - warp + (rank * cells.share + warp) % kWARPS, lane);
     __syncthreads();
     arriveCluster();
     allowSuccessor();
@@ -312,43 +297,43 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         }
     }
 
-    // [cells owned][ranks but this one][lanes]
+    // [cells owned][ranks][lanes]
     float4* const sums =
         reinterpret_cast<float4*>(buffer + plan.stages * C::STAGE_BYTES + kWARPS * C::SCALE_BYTES) + lane;
     waitCluster(); // all its blocks run and can receive
-    cells.forEach<C::STEPS>(warp, [&](int step, int owner, int cell) {
-        if (owner != rank) {
+    int owner = warp / cells.share, cell = warp % cells.share;
+#pragma unroll
+    for (int step = 0; step < C::STEPS; ++step) {
+        if (step * kWARPS < cells.all) {
             float const(&d)[4] = acc[0][step];
-            int const place = cell * (plan.ranks - 1) + rank - (rank > owner);
-            sendAsync(peerAddress(sums + place * kWARP, owner), make_float4(d[0], d[1], d[2], d[3]),
-                      peerAddress(&received, owner));
+            sendAsync(peerAddress(sums + (cell * plan.ranks + rank) * kWARP, owner),
+                      make_float4(d[0], d[1], d[2], d[3]), peerAddress(&received, owner));
+            for (cell += kWARPS; cell >= cells.share; cell -= cells.share) {
+                ++owner;
+            }
         }
-    });
+    }
     received.wait();
-    cells.forEach<C::STEPS>(warp, [&](int step, int owner, int cell) {
-        if (owner == rank) {
-            float const(&d)[4] = acc[0][step];
-            float4 parts[kMOST_RANKS];
+    for (int own = warp; own < owned; own += kWARPS) {
+        float4 parts[kMOST_RANKS];
 #pragma unroll
-            for (int from = 0; from < kMOST_RANKS; ++from) {
-                if (from < plan.ranks) {
-                    parts[from] = from == rank ? make_float4(d[0], d[1], d[2], d[3])
-                                               : sums[(cell * (plan.ranks - 1) + from - (from > rank)) * kWARP];
-                }
+        for (int from = 0; from < kMOST_RANKS; ++from) {
+            if (from < plan.ranks) {
+                parts[from] = sums[(own * plan.ranks + from) * kWARP];
             }
-            float4 sum = parts[0];
-#pragma unroll
-            for (int from = 1; from < kMOST_RANKS; ++from) {
-                if (from < plan.ranks) {
-                    sum.x += parts[from].x;
-                    sum.y += parts[from].y;
-                    sum.z += parts[from].z;
-                    sum.w += parts[from].w;
-                }
-            }
-            store.run(step, sum);
         }
-    });
+        float4 sum = parts[0];
+#pragma unroll
+        for (int from = 1; from < kMOST_RANKS; ++from) {
+            if (from < plan.ranks) {
+                sum.x += parts[from].x;
+                sum.y += parts[from].y;
+                sum.z += parts[from].z;
+                sum.w += parts[from].w;
+            }
+        }
+        store.run((rank * cells.share + own) / kWARPS, sum);
+    }
 }
 
 template <WeightFormat F, GemmEpilogue E, int TOKENS>
