@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(kTHREADS, 2)
     }
     SplitCells const cells(problem.positions, plan.ranks);
     int const owned = cells.owned(rank);
+    int owner = warp / cells.share, cell = warp % cells.share; // of this warp's first sums
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < plan.stages; ++stage) {
             filled[stage].open();
@@ -301,7 +302,6 @@ __global__ void __launch_bounds__(kTHREADS, 2)
     float4* const sums =
         reinterpret_cast<float4*>(buffer + plan.stages * C::STAGE_BYTES + kWARPS * C::SCALE_BYTES) + lane;
     waitCluster(); // all its blocks run and can receive
-    int owner = warp / cells.share, cell = warp % cells.share;
 #pragma unroll
     for (int step = 0; step < C::STEPS; ++step) {
         if (step * kWARPS < cells.all) {
