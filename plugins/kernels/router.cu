@@ -18,12 +18,20 @@ template <typename R, int GROUPS>
 __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(RouterParams const params) {
     constexpr int TOKENS = 8 * GROUPS;
     __shared__ float sums[kROUTER_WARPS][kEXPERT_ROWS][TOKENS];
-    waitForPredecessor();
-    allowSuccessor();
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, g = lane / 4, t = lane % 4;
     int const expert = blockIdx.y * kEXPERT_ROWS, first = blockIdx.x * TOKENS;
     R const* const row = static_cast<R const*>(params.weight) + int64_t{expert + g} * params.hidden + 16 * t;
     R const* const rowBelow = row + int64_t{8} * params.hidden;
+    auto const load = [](uint4 const* source) {
+        return loadNow16(source);
+    };
+    RouterTile<R> tile; // One ahead: the first does not depend on the kernel before this one.
+    int column = warp * kTILE_COLUMNS;
+    if (column < params.hidden) {
+        tile.load(row + column, rowBelow + column, load);
+    }
+    allowSuccessor();
+    waitForPredecessor();
     bf16 const* x[GROUPS];
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
@@ -31,11 +39,13 @@ __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(Route
         x[group] = params.x + int64_t{min(token, params.tokens - 1)} * params.hidden + 2 * t;
     }
     float acc[GROUPS][4] = {};
-    for (int column = warp * kTILE_COLUMNS; column < params.hidden; column += kROUTER_WARPS * kTILE_COLUMNS) {
-        RouterTile<R> tile;
-        tile.load(row + column, rowBelow + column, [](uint4 const* source) { return __ldg(source); });
+    for (; column < params.hidden; column += kROUTER_WARPS * kTILE_COLUMNS) {
         uint32_t a[kROUTER_PARTS<R>][4][4];
         tile.operands(a);
+        int const next = column + kROUTER_WARPS * kTILE_COLUMNS;
+        if (next < params.hidden) {
+            tile.load(row + next, rowBelow + next, load);
+        }
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
