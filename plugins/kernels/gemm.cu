@@ -93,7 +93,7 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
     constexpr int64_t LIMIT = int64_t{1} << 31;
     if (params.rows <= 0 || params.rows % (glu ? 128 : kPANEL_ROWS) != 0 || params.columns <= 0 ||
         params.columns % kTILE_COLUMNS != 0 || params.tokens < 0 || params.tokens * params.columns >= LIMIT ||
-        params.rows * params.tokens >= LIMIT * 16) {
+        params.rows * params.tokens >= LIMIT * 16 || (params.plain && (glu || params.tokens > kSPLIT_TOKENS))) {
         return cudaErrorInvalidValue;
     }
     if (params.tokens == 0) {
@@ -121,7 +121,7 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
         return status;
     }
     if (params.tokens <= kSPLIT_TOKENS) {
-        return launchGemmSplit(params.format, problem, params.epilogue, device, stream);
+        return launchGemmSplit(params.format, problem, params.epilogue, params.plain, device, stream);
     }
     GemmShape const shape = chooseShape(params, device);
     int64_t const groups = ceilDiv(params.tokens, gemmShapeTokens(shape));

@@ -23,10 +23,13 @@ enum class GemmEpilogue {
     kSwiGlu ///< gate/up panels in, act = r(g / (1 + exp(-g)) * u) out, ordered
 };
 
+/// Most tokens of a product whose K is divided over a cluster.
+constexpr int64_t kSPLIT_TOKENS = 64;
+
 struct GemmParams {
     WeightFormat format;
     GemmEpilogue epilogue;
-    void const* x;                   ///< [T, K] bf16, ordered, aligned to 16 bytes
+    void const* x;                   ///< [T, K] bf16, ordered unless `plain`, aligned to 16 bytes
     void const* weight;              ///< [N / 16, panel] packed, aligned to 16 bytes
     float const* scale;              ///< f32 [segments of rows], or [2] gate, up with kSwiGlu; nullptr for BF16
     void* y;                         ///< kStore: [T, N] bf16 plain; kSwiGlu: [T, N / 2] bf16 ordered; 16-byte aligned
@@ -34,6 +37,7 @@ struct GemmParams {
     int64_t rows;                    ///< N, a multiple of 16; of 128 with kSwiGlu
     int64_t columns;                 ///< K, a multiple of 64
     int64_t segment_row[2] = {0, 0}; ///< kStore: first rows of scale segments 1 and 2, multiples of 16; 0: none
+    bool plain = false;              ///< kStore of up to kSPLIT_TOKENS tokens: x is plain
 };
 
 /// Returns cudaErrorInvalidValue for shapes outside the limits above, or where T * K reaches 2^31.

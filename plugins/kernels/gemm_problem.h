@@ -63,11 +63,8 @@ cudaError_t launchGemmBf16(GemmProblem const& problem, GemmEpilogue epilogue, Ge
 cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape,
                               int64_t max_groups, cudaStream_t stream);
 
-/// Most tokens of a product whose K is divided over a cluster; from here on it is the tile shapes'.
-constexpr int64_t kSPLIT_TOKENS = 64;
-
-/// A dense problem of at most kSPLIT_TOKENS positions.
-cudaError_t launchGemmSplit(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue,
+/// A dense problem of at most kSPLIT_TOKENS positions; x is ordered unless `plain`.
+cudaError_t launchGemmSplit(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, bool plain,
                             GemmDevice const& device, cudaStream_t stream);
 
 } // namespace flint

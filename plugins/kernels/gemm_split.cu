@@ -41,12 +41,13 @@ int splitRanks(GemmProblem const& problem, GemmDevice const& device) {
     return std::clamp(device.processors / row_blocks, 1, std::max(most, 1));
 }
 
-template <WeightFormat F, GemmEpilogue E, int TOKENS_>
+template <WeightFormat F, GemmEpilogue E, int TOKENS_, bool PLAIN_>
 struct SplitConfig {
     static constexpr WeightFormat FORMAT = F;
     static constexpr GemmEpilogue EPILOGUE = E;
     static constexpr int PANELS = 1; ///< of a warp
     static constexpr int TOKENS = TOKENS_;
+    static constexpr bool PLAIN = PLAIN_;                   ///< activations are not ordered
     static constexpr int SLICE = TOKENS < 32 ? TOKENS : 32; ///< tokens that are skipped together
     static constexpr int STEPS = TOKENS / 8;                ///< of the matrix instruction's tokens
 
@@ -175,6 +176,41 @@ struct SplitSource {
     }
 };
 
+/// multiplyOperands with rows of activations that are not ordered: a lane reads the 16 columns that it multiplies, and
+/// pairs them as gemmOrder would have.
+template <typename C>
+__device__ __forceinline__ void multiplyPlain(float (&acc)[C::PANELS][C::STEPS][4],
+                                              uint32_t const (&a)[C::PANELS][4][4], uint32_t activations, int count,
+                                              int lane) {
+    uint32_t const low = gemmChunk(activations, lane / 4, lane % 4 * 2);
+    uint32_t const high = gemmChunk(activations, lane / 4, lane % 4 * 2 + 1);
+    constexpr int STEPS = C::SLICE / 8;
+#pragma unroll
+    for (int slice = 0; slice < C::TOKENS / C::SLICE; ++slice) {
+        if (slice * C::SLICE < count) {
+            uint4 words[STEPS][2];
+#pragma unroll
+            for (int n = 0; n < STEPS; ++n) {
+                words[n][0] = detail::loadShared16(low + (slice * STEPS + n) * 1024);
+                words[n][1] = detail::loadShared16(high + (slice * STEPS + n) * 1024);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+                for (int n = 0; n < STEPS; ++n) {
+                    uint32_t b[2];
+#pragma unroll
+                    for (int pair = 0; pair < 2; ++pair) {
+                        uint4 const& w = words[n][pair];
+                        b[pair] = __byte_perm(i < 2 ? w.x : w.z, i < 2 ? w.y : w.w, i % 2 == 0 ? 0x5410 : 0x7632);
+                    }
+                    mma16816(acc[0][slice * STEPS + n], a[0][i], b[0], b[1]);
+                }
+            }
+        }
+    }
+}
+
 /// Stores cells: tensor scale, SwiGLU, rounding.
 template <typename C>
 struct SplitStore {
@@ -277,7 +313,7 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         filled[tile].arriveAfterCopies();
     }
 
-    float acc[1][C::STEPS][4] = {};
+    float acc[C::PANELS][C::STEPS][4] = {};
     int stage = 0, parity = 0;
     for (int tile = 0; tile < source.tiles; ++tile) {
         int const next = tile - 1 + plan.stages;
@@ -289,9 +325,13 @@ __global__ void __launch_bounds__(kTHREADS, 2)
             filled[free].arriveAfterCopies();
         }
         filled[stage].wait(parity);
-        uint32_t a[1][4][4];
+        uint32_t a[C::PANELS][4][4];
         source.load(tile, stage).operands(a[0]);
-        multiplyOperands<C>(acc, a, source.stageOf(stage), problem.positions, lane);
+        if constexpr (C::PLAIN) {
+            multiplyPlain<C>(acc, a, source.stageOf(stage), problem.positions, lane);
+        } else {
+            multiplyOperands<C>(acc, a, source.stageOf(stage), problem.positions, lane);
+        }
         if (++stage == plan.stages) {
             stage = 0;
             parity ^= 1;
@@ -336,9 +376,8 @@ __global__ void __launch_bounds__(kTHREADS, 2)
     }
 }
 
-template <WeightFormat F, GemmEpilogue E, int TOKENS>
+template <typename C>
 cudaError_t launchConfig(GemmProblem const& problem, GemmDevice const& device, cudaStream_t stream) {
-    using C = SplitConfig<F, E, TOKENS>;
     auto const kernel = gemmSplitKernel<C>;
     int const ranks = splitRanks(problem, device);
     int const tiles = problem.columns / kTILE_COLUMNS, group = scaleGroup(tiles);
@@ -358,27 +397,30 @@ cudaError_t launchConfig(GemmProblem const& problem, GemmDevice const& device, c
     return launchCluster(kernel, dim3(blocks), dim3(kTHREADS), ranks, bytes, stream, problem, plan);
 }
 
-template <WeightFormat F, GemmEpilogue E>
-cudaError_t launchEpilogue(GemmProblem const& problem, GemmDevice const& device, cudaStream_t stream) {
+template <WeightFormat F, GemmEpilogue E, bool PLAIN>
+cudaError_t launchTokens(GemmProblem const& problem, GemmDevice const& device, cudaStream_t stream) {
     static_assert(kSPLIT_TOKENS == 64);
-    return problem.positions <= 16   ? launchConfig<F, E, 16>(problem, device, stream)
-           : problem.positions <= 32 ? launchConfig<F, E, 32>(problem, device, stream)
-                                     : launchConfig<F, E, 64>(problem, device, stream);
+    return problem.positions <= 16   ? launchConfig<SplitConfig<F, E, 16, PLAIN>>(problem, device, stream)
+           : problem.positions <= 32 ? launchConfig<SplitConfig<F, E, 32, PLAIN>>(problem, device, stream)
+                                     : launchConfig<SplitConfig<F, E, 64, PLAIN>>(problem, device, stream);
 }
 
 template <WeightFormat F>
-cudaError_t launchFormat(GemmProblem const& problem, GemmEpilogue epilogue, GemmDevice const& device,
+cudaError_t launchFormat(GemmProblem const& problem, GemmEpilogue epilogue, bool plain, GemmDevice const& device,
                          cudaStream_t stream) {
-    return epilogue == GemmEpilogue::kStore ? launchEpilogue<F, GemmEpilogue::kStore>(problem, device, stream)
-                                            : launchEpilogue<F, GemmEpilogue::kSwiGlu>(problem, device, stream);
+    if (epilogue == GemmEpilogue::kSwiGlu) {
+        return plain ? cudaErrorInvalidValue : launchTokens<F, GemmEpilogue::kSwiGlu, false>(problem, device, stream);
+    }
+    return plain ? launchTokens<F, GemmEpilogue::kStore, true>(problem, device, stream)
+                 : launchTokens<F, GemmEpilogue::kStore, false>(problem, device, stream);
 }
 
 } // namespace
 
-cudaError_t launchGemmSplit(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue,
+cudaError_t launchGemmSplit(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, bool plain,
                             GemmDevice const& device, cudaStream_t stream) {
-    return format == WeightFormat::kNVFP4 ? launchFormat<WeightFormat::kNVFP4>(problem, epilogue, device, stream)
-                                          : launchFormat<WeightFormat::kBF16>(problem, epilogue, device, stream);
+    return format == WeightFormat::kNVFP4 ? launchFormat<WeightFormat::kNVFP4>(problem, epilogue, plain, device, stream)
+                                          : launchFormat<WeightFormat::kBF16>(problem, epilogue, plain, device, stream);
 }
 
 } // namespace flint
