@@ -234,7 +234,7 @@ struct SplitStore {
         }
     }
 
-    /// `sum`: rows g, g of the panel for tokens 8 step + 2t, + 1, and rows g + 8; g = lane / 4, t = lane % 4.
+    /// `sum`: row g of the panel for tokens 8 step + 2t and the next, then row g + 8; g = lane / 4, t = lane % 4.
     __device__ __forceinline__ void run(int step, float4 const& sum) const {
         if (!live) {
             return;
