@@ -38,6 +38,7 @@ struct GemmParams {
     int64_t columns;                 ///< K, a multiple of 64
     int64_t segment_row[2] = {0, 0}; ///< kStore: first rows of scale segments 1 and 2, multiples of 16; 0: none
     bool plain = false;              ///< kStore of up to kSPLIT_TOKENS tokens: x is plain
+    bool x_ready = false;            ///< up to kSPLIT_TOKENS tokens: see GemmReady::kAll (gemm_problem.h)
 };
 
 /// Returns cudaErrorInvalidValue for shapes outside the limits above, or where T * K reaches 2^31.

@@ -24,7 +24,7 @@ struct GemmSchedule {
     unsigned row_blocks;
     unsigned total;
 
-    /// Reads the number of groups: after waitForPredecessor() in a grouped problem.
+    /// Reads the number of groups: after waitForPredecessor() where nothing is ready.
     __device__ explicit GemmSchedule(GemmProblem const& problem) : problem(problem) {
         row_blocks = (problem.panels + C::BLOCK_PANELS - 1) / C::BLOCK_PANELS;
         unsigned const groups = problem.groups != nullptr ? static_cast<unsigned>(*problem.group_count)
@@ -48,6 +48,16 @@ struct GemmSchedule {
 /// Eight tokens at one chunk, what ldmatrix reads at once, lie in eight different groups of four banks.
 __device__ __forceinline__ uint32_t gemmChunk(uint32_t stage, int token, int chunk) {
     return stage + token * 128 + ((chunk ^ (token & 7)) << 4);
+}
+
+/// GemmProblem::ready. The instances with wgmma have no register left for more than they need.
+template <typename C>
+__device__ __forceinline__ GemmReady gemmReady(GemmProblem const& problem) {
+    if constexpr (C::WGMMA) {
+        return problem.groups == nullptr ? GemmReady::kWeights : GemmReady::kNothing;
+    } else {
+        return problem.ready;
+    }
 }
 
 /// Issues the copies of one K-tile after another. Every thread copies its share of the activations; a warp copies its
@@ -190,11 +200,11 @@ struct GemmLoader {
         commitCopies();
     }
 
-    /// Start the first AHEAD K-tiles. A dense problem's weights do not depend on the kernel before this one.
+    /// Start the first AHEAD K-tiles.
     __device__ void start() {
-        bool const dense = schedule.problem.groups == nullptr;
+        bool const waits = gemmReady<C>(schedule.problem) == GemmReady::kWeights;
         int early = 0;
-        if (dense && live()) {
+        if (waits && live()) {
             aimWeights(schedule.work(index));
             early = min(C::AHEAD, tiles);
             for (; tile < early; ++tile, ++stage) {
@@ -202,7 +212,7 @@ struct GemmLoader {
             }
             tile = stage = 0;
         }
-        if (dense) {
+        if (waits) {
             waitForPredecessor();
         }
         if (live()) {

@@ -306,8 +306,11 @@ __global__ void __launch_bounds__(kTHREADS, 2)
     SplitStore<C> const store(problem, panel - warp + (rank * cells.share + warp) % kWARPS, lane);
     __syncthreads();
     arriveCluster();
-    allowSuccessor();
-    waitForPredecessor();
+    bool const waits = problem.ready != GemmReady::kAll;
+    if (waits) {
+        allowSuccessor();
+        waitForPredecessor();
+    }
     for (int tile = 0; tile < early; ++tile) {
         source.copyActivations(tile, tile);
         filled[tile].arriveAfterCopies();
@@ -338,6 +341,10 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         }
     }
 
+    if (!waits) {
+        waitForPredecessor();
+        allowSuccessor(); // now: what the kernel before this one wrote is complete for the next
+    }
     // [cells owned][ranks][lanes]
     float4* const sums =
         reinterpret_cast<float4*>(buffer + plan.stages * C::STAGE_BYTES + kWARPS * C::SCALE_BYTES) + lane;

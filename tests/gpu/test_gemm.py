@@ -196,7 +196,16 @@ def test_norm_mlp(fmt: str, tokens: int, hidden: int, intermediate: int) -> None
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "intermediate", "shared"),
-    [(9, 128, 64, 64), (65, 2048, 512, 1024), (170, 2048, 512, 1024), (400, 128, 64, 64), (3000, 128, 64, 64)],
+    [
+        (9, 128, 64, 64),
+        (17, 2048, 512, 1024),
+        (63, 128, 64, 64),
+        (64, 2048, 512, 1024),
+        (65, 2048, 512, 1024),
+        (170, 2048, 512, 1024),
+        (400, 128, 64, 64),
+        (3000, 128, 64, 64),
+    ],
 )
 def test_norm_moe(fmt: str, skewed: bool, tokens: int, hidden: int, intermediate: int, shared: int) -> None:
     """Experts with a few tokens, with several tiles, and (skewed) with all tokens or none."""

@@ -25,6 +25,8 @@ DECODE_KERNELS = {
     "linearDecodeKernel",
     "mlpUpKernel",
     "moeRouteKernel",
+    "routerFewLogitsKernel",
+    "moeChooseKernel",
     "moeUpKernel",
     "moeDownKernel",
     "gemmKernel",
