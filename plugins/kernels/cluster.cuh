@@ -17,6 +17,11 @@ __device__ __forceinline__ void arriveCluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+/// The same, ordering what the thread wrote before for those that wait.
+__device__ __forceinline__ void releaseCluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 /// Wait until they have.
 __device__ __forceinline__ void waitCluster() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -27,6 +32,11 @@ __device__ __forceinline__ uint32_t peerAddress(void const* shared, int rank) {
     uint32_t address;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(sharedAddress(shared)), "r"(rank));
     return address;
+}
+
+/// Store to a peer's shared memory; releaseCluster() and waitCluster() order it.
+__device__ __forceinline__ void send(uint32_t peer, int value) {
+    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(peer), "r"(value) : "memory");
 }
 
 /// Store to a peer's shared memory. The bytes count for its CopyBarrier, which orders them: nobody needs a fence.

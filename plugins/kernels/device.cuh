@@ -62,6 +62,13 @@ __device__ __forceinline__ void ldmatrix4Transposed(uint32_t (&d)[4], uint32_t a
                  : "memory");
 }
 
+/// The transpose of an 8x8 BF16 matrix whose lane l holds values 2 (l % 4), 2 (l % 4) + 1 of row l / 4.
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
 /// L2 policy of what a step reads once: weights and old KV are many times the L2, and would push out what stays in use,
 /// activations and the kernels' own code.
 __device__ __forceinline__ uint64_t readOncePolicy() {
@@ -77,9 +84,18 @@ __device__ __forceinline__ void copyAsync16(uint32_t shared, void const* global,
 }
 
 /// The same of bytes that the step reads once.
+///
+/// The mask changes no shared address (block's number in its cluster in bits 27 - 24), but hides what the address is
+/// made of: ptxas before 13.4 would take a part that is uniform in a warp into the copy's uniform register, which
+/// holds the policy, too, and then encodes register 0 for both. Such a copy is an illegal instruction, or goes
+/// anywhere.
 __device__ __forceinline__ void copyOnceAsync16(uint32_t shared, void const* global, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-                 "r"(valid ? 16 : 0), "l"(readOncePolicy())
+    asm volatile("{\n"
+                 ".reg .b32 target;\n"
+                 "and.b32 target, %0, 0x0FFFFFFF;\n"
+                 "cp.async.cg.shared.global.L2::cache_hint [target], [%1], 16, %2, %3;\n"
+                 "}" ::"r"(shared),
+                 "l"(global), "r"(valid ? 16 : 0), "l"(readOncePolicy())
                  : "memory");
 }
 

@@ -26,9 +26,12 @@ DECODE_KERNELS = {
     "linearDecodeKernel",
     "mlpUpKernel",
     "moeRouteKernel",
+    "routerFewLogitsKernel",
+    "moeChooseKernel",
     "moeUpKernel",
     "moeDownKernel",
     "gemmKernel",
+    "gemmSplitKernel",
     "lmHeadKernel",
     "sampleDrawKernel",
 }
