@@ -316,30 +316,27 @@ struct StagedX {
     }
 };
 
-/// Partial sums of a panel's warps in shared memory: [kSPLIT][16 rows][8 tokens], rows ROW floats apart.
-template <int ROW>
-struct PaddedSums {
+/// Partial sums of a panel's warps in shared memory: [kSPLIT][16 rows][8 tokens].
+struct PartialSums {
     float* base;
 
     __device__ __forceinline__ void store(float const (&acc)[4], int part, int lane) const {
-        float* const mine = base + part * (kPANEL_ROWS * ROW);
+        float* const mine = base + part * (kPANEL_ROWS * kDECODE_TOKENS);
         int const row = lane / 4, token = lane % 4 * 2;
-        *reinterpret_cast<float2*>(mine + row * ROW + token) = make_float2(acc[0], acc[1]);
-        *reinterpret_cast<float2*>(mine + (row + 8) * ROW + token) = make_float2(acc[2], acc[3]);
+        *reinterpret_cast<float2*>(mine + row * kDECODE_TOKENS + token) = make_float2(acc[0], acc[1]);
+        *reinterpret_cast<float2*>(mine + (row + 8) * kDECODE_TOKENS + token) = make_float2(acc[2], acc[3]);
     }
 
     /// Sum over the parts, in order.
     __device__ __forceinline__ float sum(int parts, int row, int token) const {
         float total = 0;
         for (int part = 0; part < parts; ++part) {
-            total += base[(part * kPANEL_ROWS + row) * ROW + token];
+            total += base[(part * kPANEL_ROWS + row) * kDECODE_TOKENS + token];
         }
         return total;
     }
 
-    static __host__ __device__ constexpr int floats(int parts) { return parts * kPANEL_ROWS * ROW; }
+    static __host__ __device__ constexpr int floats(int parts) { return parts * kPANEL_ROWS * kDECODE_TOKENS; }
 };
-
-using PartialSums = PaddedSums<kDECODE_TOKENS>;
 
 } // namespace flint
