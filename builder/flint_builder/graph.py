@@ -159,37 +159,13 @@ class _Export:
 
     def _layer(self, layer: int, delta: gs.Variable, residual: gs.Variable) -> tuple[gs.Variable, gs.Variable]:
         c, name = self.config, f"layers.{layer}"
-        heads, kv_heads, dim, stream = c.num_attention_heads, c.num_key_value_heads, c.head_dim, ("T", c.hidden_size)
-        attention = {"attention": "full" if c.is_full(layer) else "sliding", "phase": self.phase}
-        shape: dict[str, FieldValue] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
-        pool = {"kv_pool": f"kv.{layer}"}
-        pool_out = {"kv_pool_out": f"kv.{layer}.out"}
-
-        qkv = self._node(
-            "NormQkvRope",
-            f"{name}.attn.qkv",
-            {**self._eps, **attention, **shape, "has_residual": int(layer > 0)},
-            {"delta": delta, "residual": residual, "norm": f"{name}.attn.norm", **pool}
-            | {x: f"{name}.attn.{x}" for x in ("q_norm", "k_norm")}
-            | self._packed("qkv", f"{name}.attn.qkv"),
-            {"q": ("T", heads, dim), "residual_out": stream, "fresh_kv": ("T", 2, kv_heads, dim)},
-            pool_out,
-        )
-        residual = qkv.get("residual_out", residual)
-        core = self._node(
-            "SinkAttention",
-            f"{name}.attn.core",
-            {**attention, "num_kv_heads": kv_heads, "window": 0 if c.is_full(layer) else c.sliding_window},
-            {"q": qkv["q"], "sinks": f"{name}.attn.sinks", "kv_pool": qkv.get("kv_pool_out", pool["kv_pool"])}
-            | ({"fresh_kv": qkv["fresh_kv"]} if "fresh_kv" in qkv else {}),
-            {"out": ("T", heads * dim)},
-            pool_out,
-        )
+        stream: Shape = ("T", c.hidden_size)
+        core, residual = self._attention(layer, delta, residual)
         out = self._node(
             "Linear",
             f"{name}.attn.out",
             {},
-            {"x": core["out"], **self._packed("weight", f"{name}.attn.out")},
+            {"x": core, **self._packed("weight", f"{name}.attn.out")},
             {"y": stream},
         )
         fields, parts = dict(self._eps), {"gate_up": f"{name}.mlp.gate_up", "down": f"{name}.mlp.down"}
@@ -208,6 +184,45 @@ class _Export:
             {"out": stream, "residual_out": stream},
         )
         return mlp["out"], mlp["residual_out"]
+
+    def _attention(self, layer: int, delta: gs.Variable, residual: gs.Variable) -> tuple[gs.Variable, gs.Variable]:
+        """From the residual stream to attention's result: one node of a decode graph, two of a prefill graph."""
+        c, name, full = self.config, f"layers.{layer}.attn", self.config.is_full(layer)
+        heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        kind: dict[str, FieldValue] = {"attention": "full" if full else "sliding", "num_kv_heads": kv_heads}
+        window: dict[str, FieldValue] = {"window": 0 if full else c.sliding_window}
+        shape: dict[str, FieldValue] = {"num_heads": heads, "head_dim": dim, "has_residual": int(layer > 0)}
+        sinks, pool, pool_out = f"{name}.sinks", f"kv.{layer}", {"kv_pool_out": f"kv.{layer}.out"}
+        projection = {"delta": delta, "residual": residual, "norm": f"{name}.norm", "kv_pool": pool}
+        projection |= {x: f"{name}.{x}" for x in ("q_norm", "k_norm")} | self._packed("qkv", f"{name}.qkv")
+        shapes: dict[str, Shape] = {
+            "q": ("T", heads, dim),
+            "fresh_kv": ("T", 2, kv_heads, dim),
+            "out": ("T", heads * dim),
+            "residual_out": ("T", c.hidden_size),
+        }
+        if self.phase == "decode":
+            core = self._node(
+                "NormQkvAttention",
+                f"{name}.core",
+                {**self._eps, **kind, **shape, **window},
+                {**projection, "sinks": sinks},
+                shapes,
+                pool_out,
+            )
+            return core["out"], core.get("residual_out", residual)
+        kind["phase"] = self.phase
+        qkv = self._node("NormQkvRope", f"{name}.qkv", {**self._eps, **kind, **shape}, projection, shapes, pool_out)
+        core = self._node(
+            "SinkAttention",
+            f"{name}.core",
+            {**kind, **window},
+            {"q": qkv["q"], "sinks": sinks, "kv_pool": qkv.get("kv_pool_out", pool)}
+            | ({"fresh_kv": qkv["fresh_kv"]} if "fresh_kv" in qkv else {}),
+            shapes,
+            pool_out,
+        )
+        return core["out"], qkv.get("residual_out", residual)
 
     @property
     def _eps(self) -> dict[str, FieldValue]:

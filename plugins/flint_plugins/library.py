@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,13 +124,20 @@ def library_info(path: Path) -> LibraryInfo:
         ) from error
 
 
-def check_library(path: Path, *, version: str | None = None, layout_version: int = LAYOUT_VERSION) -> LibraryInfo:
+def check_library(
+    path: Path,
+    *,
+    version: str | None = None,
+    layout_version: int = LAYOUT_VERSION,
+    ops: Iterable[str] = OPS,
+) -> LibraryInfo:
     """Return a library's info if it fits.
 
     Args:
         path: the library.
         version: the version wanted, such as an engine's `plugins_version`; None for that of this installation.
         layout_version: of the packed weights that it is to read.
+        ops: that it must have.
     Raises:
         LibraryError: it cannot be used; names the library, what was found and what was wanted.
     """
@@ -144,7 +152,7 @@ def check_library(path: Path, *, version: str | None = None, layout_version: int
             f"The plugin library {path} (version {info.version}) reads packed weights of layout "
             f"{info.layout_version}, but layout {layout_version} is wanted. {_CURE}."
         )
-    missing = [name for name in OPS if info.ops.get(name) != VERSION]
+    missing = [name for name in ops if info.ops.get(name) != VERSION]
     if missing:
         raise LibraryError(
             f"The plugin library {path} (version {info.version}) lacks version {VERSION} of the ops "

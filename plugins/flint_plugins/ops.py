@@ -204,6 +204,11 @@ ATTENTION = Field(
     "attention", "str", "full: every earlier token, no positions; sliding: window and RoPE", ("full", "sliding")
 )
 PHASE = Field("phase", "str", "graph that the node stands in", ("prefill", "decode"))
+HAS_RESIDUAL = Field("has_residual", "int", "0 at the first layer, whose delta is the embedding")
+WINDOW = Field("window", "int", "keys that a query of a sliding layer sees, itself included; 0 in full layers")
+HEADS = Field("num_heads", "int", "query heads")
+KV_HEADS = Field("num_kv_heads", "int", "KV heads")
+HEAD_DIM = Field("head_dim", "int", "head dimension")
 
 
 def _packed(
@@ -219,6 +224,16 @@ def _packed(
 
 _STREAM = (Binding("delta", ("bf16",), ("T", "H")), Binding("residual", ("bf16",), ("T", "H")))
 _NORM = Binding("norm", ("f32",), ("H",))
+_QKV_INPUTS = (
+    _STREAM[0],
+    Binding("residual", ("bf16",), ("T", "H"), (RESIDUAL,)),
+    _NORM,
+    *_packed("qkv", "N", "H", ("3",)),
+    Binding("q_norm", ("f32",), ("D",)),
+    Binding("k_norm", ("f32",), ("D",)),
+    Binding("rope", ("f32",), ("C", "D"), (SLIDING,)),
+)
+_SINKS = Binding("sinks", ("f32",), ("Hq",))
 _POSITIONS = Binding("positions", ("i32",), ("T",))
 _QUERY_START = Binding("query_start", ("i32",), ("B1",))
 _SEQ_LENS = Binding("seq_lens", ("i32",), ("B",))
@@ -226,6 +241,8 @@ _PAGE_TABLE = Binding("page_table", ("i32",), ("B", "P"), (FULL,))
 _RING_SLOT = Binding("ring_slot", ("i32",), ("B",), (SLIDING,))
 _PAGES = ("G", "Hkv", "2", str(PAGE_TOKENS), "D")
 _RINGS = ("L", "Hkv", "2", "W", "D")
+_ATTENTION_CHECKS = ("B1 == B + 1", "Hq % Hkv == 0")
+_QKV_ROWS = "N == (Hq + 2 * Hkv) * D"
 _MLP_OUT = (Binding("out", ("bf16",), ("T", "H")), Binding("residual_out", ("bf16",), ("T", "H")))
 
 _OPS = (
@@ -247,24 +264,9 @@ _OPS = (
         "Residual add, RMSNorm, QKV projection, per-head q/k norm, RoPE on sliding layers. K and V go to the pool, "
         "except in a sliding layer's prefill: there they go to fresh_kv, because a chunk longer than the ring would "
         "overwrite keys that its own first tokens still see.",
+        (WEIGHTS, EPS, HAS_RESIDUAL, ATTENTION, PHASE, HEADS, KV_HEADS, HEAD_DIM),
         (
-            WEIGHTS,
-            EPS,
-            Field("has_residual", "int", "0 at the first layer, whose delta is the embedding"),
-            ATTENTION,
-            PHASE,
-            Field("num_heads", "int", "query heads"),
-            Field("num_kv_heads", "int", "KV heads"),
-            Field("head_dim", "int", "head dimension"),
-        ),
-        (
-            _STREAM[0],
-            Binding("residual", ("bf16",), ("T", "H"), (RESIDUAL,)),
-            _NORM,
-            *_packed("qkv", "N", "H", ("3",)),
-            Binding("q_norm", ("f32",), ("D",)),
-            Binding("k_norm", ("f32",), ("D",)),
-            Binding("rope", ("f32",), ("C", "D"), (SLIDING,)),
+            *_QKV_INPUTS,
             _POSITIONS,
             Binding("query_start", ("i32",), ("B1",), (FULL,)),
             _PAGE_TABLE,
@@ -280,21 +282,16 @@ _OPS = (
             Binding("kv_pool_out", ("bf16",), _RINGS, (SLIDING, DECODE), "kv_pool"),
             Binding("fresh_kv", ("bf16",), ("T", "2", "Hkv", "D"), (SLIDING, PREFILL)),
         ),
-        ("N == (Hq + 2 * Hkv) * D",),
+        (_QKV_ROWS,),
     ),
     Op(
         "SinkAttention",
         "Causal attention with one learned sink logit per query head. Full layers read the paged pool, sliding "
         "layers the ring; in a sliding layer's prefill also fresh_kv, whose last tokens it then leaves in the ring.",
-        (
-            ATTENTION,
-            PHASE,
-            Field("window", "int", "keys that a query of a sliding layer sees, itself included; 0 in full layers"),
-            Field("num_kv_heads", "int", "KV heads"),
-        ),
+        (ATTENTION, PHASE, WINDOW, KV_HEADS),
         (
             Binding("q", ("bf16",), ("T", "Hq", "D")),
-            Binding("sinks", ("f32",), ("Hq",)),
+            _SINKS,
             _POSITIONS,
             _QUERY_START,
             _SEQ_LENS,
@@ -308,7 +305,32 @@ _OPS = (
             Binding("out", ("bf16",), ("T", "Hq*D")),
             Binding("kv_pool_out", ("bf16",), _RINGS, (SLIDING, PREFILL), "kv_pool"),
         ),
-        ("B1 == B + 1", "Hq % Hkv == 0"),
+        _ATTENTION_CHECKS,
+    ),
+    Op(
+        "NormQkvAttention",
+        "NormQkvRope and SinkAttention of a decode step in one, so that what stands between them need not be a pass of "
+        "its own. Decode graphs have it; the two ops keep their decode form, for they are the parts that it is made "
+        "of, are tested one by one, and stand in the decode graphs of engines of format 1.",
+        (WEIGHTS, EPS, HAS_RESIDUAL, ATTENTION, WINDOW, HEADS, KV_HEADS, HEAD_DIM),
+        (
+            *_QKV_INPUTS,
+            _SINKS,
+            _POSITIONS,
+            _QUERY_START,
+            _SEQ_LENS,
+            _PAGE_TABLE,
+            Binding("kv_pool", ("bf16",), _PAGES, (FULL,)),
+            _RING_SLOT,
+            Binding("kv_pool", ("bf16",), _RINGS, (SLIDING,)),
+        ),
+        (
+            Binding("out", ("bf16",), ("T", "Hq*D")),
+            Binding("residual_out", ("bf16",), ("T", "H"), (RESIDUAL,)),
+            Binding("kv_pool_out", ("bf16",), _PAGES, (FULL,), "kv_pool"),
+            Binding("kv_pool_out", ("bf16",), _RINGS, (SLIDING,), "kv_pool"),
+        ),
+        (_QKV_ROWS, *_ATTENTION_CHECKS),
     ),
     Op(
         "Linear",

@@ -63,13 +63,6 @@ __device__ __forceinline__ float rescale(float old, float now) {
     return old == kMINUS_INFINITY ? 0.0f : exp2Fast(old - now);
 }
 
-/// The transpose of an 8x8 BF16 matrix whose lane l holds values 2 (l % 4), 2 (l % 4) + 1 of row l / 4.
-__device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
-    uint32_t result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-    return result;
-}
-
 /// Add one to a counter; the result is its value before. What this thread's block wrote before is visible to blocks
 /// that count later, and what earlier ones wrote is visible here. (A fence of __threadfence's strength would cost
 /// more.)

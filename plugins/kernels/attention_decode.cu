@@ -9,7 +9,9 @@
 // unnormalised result in the workspace, and the last to arrive merges them in order of split and adds the sink: a merge
 // kernel or a memset node for counters would cost another launch per layer. The workspace is anyone's before this
 // kernel, so a counter carries a tag: a word without the tag counts as zero. See `openCounter`.
-#include "kernels/attention_items.cuh"
+//
+// Small steps of one token a sequence have a kernel of their own: attention_row.cu.
+#include "kernels/attention_internal.h"
 #include "kernels/attention_merge.cuh"
 #include "kernels/launch.h"
 
@@ -21,17 +23,10 @@ namespace attention {
 
 namespace {
 
-/// Warps of the kernel for windows in steps of one token a sequence: a window's chunks in three rounds, two of them
-/// under way before the wait. With several tokens a sequence their state would not fit the registers.
-constexpr int kSINGLE_WARPS = 14;
-
-/// Chunks of shared memory a warp; groups of several warps pool theirs.
-template <int Warps>
-constexpr int kSTAGES = Warps == kSINGLE_WARPS ? 2 : 3;
+constexpr int kSTAGES = 3; // Chunks of shared memory a warp; groups of several warps pool theirs.
 
 /// Steps of up to kLATENCY_TOKENS rows split a sequence so that one alone fills the GPU. In larger ones the batch does
 /// that: fewer, longer splits then keep the workspace and the merging small. Units are pages.
-constexpr int kLATENCY_TOKENS = 16;
 constexpr int kLATENCY_BLOCKS = 192; // Blocks that share one sequence, over its KV heads; at least a GPU's SMs.
 constexpr int kLATENCY_UNITS = 3;    // Fewest of a split, below its maximum number.
 constexpr int kTHROUGHPUT_SPLITS = 16;
@@ -47,97 +42,11 @@ __device__ __forceinline__ void syncGroup(int group) {
     }
 }
 
-/// Visible keys of a chunk to probabilities, and the state brought to the new maximum. s: S^T fragments; returns P^T as
-/// the B operand.
-template <int Tokens>
-__device__ __forceinline__ void softmaxChunk(WarpState<Tokens>& state, int n, float (&s)[4], bool masked, int first,
-                                             int window, uint32_t (&p)[2]) {
-    int const lane = threadIdx.x % kWARP;
-    if (masked) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int const key = first + lane / 4 + (i / 2) * 8;
-            bool const visible = key <= state.position[n] && key > state.position[n] - window;
-            s[i] = visible ? s[i] : kMINUS_INFINITY;
-        }
-    }
-    float top[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
-#pragma unroll
-    for (int mask = 4; mask < kWARP; mask *= 2) {
-        top[0] = fmaxf(top[0], __shfl_xor_sync(0xFFFFFFFFu, top[0], mask));
-        top[1] = fmaxf(top[1], __shfl_xor_sync(0xFFFFFFFFu, top[1], mask));
-    }
-    bool const raised = top[0] > state.top[n][0] || top[1] > state.top[n][1];
-    if (__any_sync(0xFFFFFFFFu, raised)) {
-        float factor[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            top[j] = fmaxf(top[j], state.top[n][j]);
-            factor[j] = rescale(state.top[n][j], top[j]);
-            state.top[n][j] = top[j];
-            state.sum[n][j] *= factor[j];
-        }
-#pragma unroll
-        for (auto& tile : state.out[n]) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                tile[i] *= factor[i % 2];
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        // A head that has seen no key yet has top = -infinity, and -infinity - -infinity is NaN.
-        float const base = state.top[n][i % 2] == kMINUS_INFINITY ? 0.0f : state.top[n][i % 2];
-        s[i] = exp2Fast(s[i] - base);
-        state.sum[n][i % 2] += s[i];
-    }
-    p[0] = transpose8x8(packBf16(s[0], s[1]));
-    p[1] = transpose8x8(packBf16(s[2], s[3]));
-}
-
-template <int Tokens>
-__device__ __forceinline__ void attendChunk(WarpState<Tokens>& state, uint32_t stage, bool masked, int first,
-                                            int window, int lane) {
-    // Two accumulators: a chain of eight dependent instructions would set the pace.
-    float s[Tokens][2][4] = {};
-    uint32_t const k = stage + swizzled(lane % 16, lane / 16);
-#pragma unroll
-    for (int step = 0; step < kHEAD_DIM / 16; ++step) {
-        uint32_t a[4];
-        ldmatrix4(a, k ^ (step * 32));
-#pragma unroll
-        for (int n = 0; n < Tokens; ++n) {
-            mma16816(s[n][step % 2], a, state.q[n][step][0], state.q[n][step][1]);
-        }
-    }
-    uint32_t p[Tokens][2];
-#pragma unroll
-    for (int n = 0; n < Tokens; ++n) {
-        float logits[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            logits[i] = (s[n][0][i] + s[n][1][i]) * kLOGIT_SCALE;
-        }
-        softmaxChunk(state, n, logits, masked, first, window, p[n]);
-    }
-    uint32_t const v = stage + kCHUNK * kROW_BYTES + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll
-    for (int tile = 0; tile < kHEAD_DIM / 16; ++tile) {
-        uint32_t a[4];
-        ldmatrix4Transposed(a, v ^ (tile * 32));
-#pragma unroll
-        for (int n = 0; n < Tokens; ++n) {
-            mma16816(state.out[n][tile], a, p[n][0], p[n][1]);
-        }
-    }
-}
-
 /// One item. Groups of `Share` warps own the chunks in turn; each warp has `Tokens` of the sequence's tokens.
 template <int Warps, bool Paged, int Tokens, int Share>
 __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const& item, uint8_t* shared) {
     constexpr int GROUPS = Warps / Share;
-    constexpr int STAGES = kSTAGES<Warps> * Share;
+    constexpr int STAGES = kSTAGES * Share;
     int const warp = threadIdx.x / kWARP, lane = threadIdx.x % kWARP;
     int const group = warp / Share;
     int const thread = threadIdx.x % (Share * kWARP);
@@ -205,14 +114,12 @@ __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const&
         fetch(chunk + STAGES * GROUPS, stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    finishItem<Warps, Tokens, Share, Warps != kSINGLE_WARPS>(a, item, state, shared);
+    finishItem<Warps, Tokens, Share>(a, item, state, shared);
 }
 
 template <int Warps>
-constexpr int kSHARED_BYTES = Warps * kSTAGES<Warps> * kCHUNK_BYTES;
+constexpr int kSHARED_BYTES = Warps * kSTAGES * kCHUNK_BYTES;
 
-static_assert(kSINGLE_WARPS * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<kSINGLE_WARPS>,
-              "the merge reuses the chunks' memory");
 static_assert(8 * 2 * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<8>, "the merge reuses the chunks' memory");
 static_assert(kSHARED_BYTES<4> + 1024 <= kCOMMON_SHARED_BYTES, "any GPU runs the kernel of four warps");
 static_assert(4 * 2 * kGROUP * (kMERGE_STRIDE * 4 + 8) <= kSHARED_BYTES<4>, "the merge reuses the chunks' memory");
@@ -239,27 +146,6 @@ __global__ void __launch_bounds__(Warps* kWARP, Warps == 8 ? 1 : 2)
         }
     }
     waitForPredecessor(); // Also without an item: this kernel's end must not overtake its predecessor's.
-    zeroPadding(a);
-}
-
-/// For steps of one token a sequence, in rings, whose windows are never split. Should a sequence have more tokens
-/// nevertheless (and another one none), they follow one another.
-__global__ void __launch_bounds__(kSINGLE_WARPS* kWARP, 1)
-    sinkAttentionSingleKernel(DecodeArguments const __grid_constant__ a) {
-    extern __shared__ __align__(256) uint8_t shared[];
-    allowSuccessor();
-    ItemFinder finder;
-    Item item;
-    for (int number = blockIdx.x; finder.find(a, number, threadIdx.x % kWARP, item); number += gridDim.x) {
-        int const row = item.row, tokens = item.tokens, old = item.length - tokens;
-        item.tokens = 1;
-        for (int token = 0; token < tokens; ++token) {
-            item.row = row + token;
-            item.length = old + token + 1;
-            attendItem<kSINGLE_WARPS, false, 1, 1>(a, item, shared);
-        }
-    }
-    waitForPredecessor(); // see above
     zeroPadding(a);
 }
 
@@ -325,7 +211,8 @@ size_t sinkAttentionDecodeWorkspaceBytes(int64_t tokens, int64_t sequences, int6
     int64_t const splits =
         std::max(std::min<int64_t>(tokens, kLATENCY_TOKENS) * latencySplits(kvHeads, kLATENCY_BLOCKS),
                  tokens * kTHROUGHPUT_SPLITS);
-    return counterBytes(sequences, kvHeads) + partialBytes(splits * heads);
+    return std::max(counterBytes(sequences, kvHeads) + partialBytes(splits * heads),
+                    rowAttentionWorkspaceBytes(tokens, heads));
 }
 
 cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStream_t stream) {
@@ -336,6 +223,9 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
     if (params.tokens == 0 || params.sequences == 0) {
         return cudaSuccess;
     }
+    if (isRowStep(params)) {
+        return launchRowAttention(params, nullptr, stream);
+    }
     int device = 0, sms = 0, sharedBytes = 0;
     for (cudaError_t const status :
          {cudaGetDevice(&device), cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
@@ -345,6 +235,7 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
         }
     }
     bool const latency = params.tokens <= kLATENCY_TOKENS;
+    bool const paged = params.ring == 0;
     DecodeArguments a(params);
     int splits = latency ? latencySplits(params.kv_heads, std::min(sms, kLATENCY_BLOCKS)) : kTHROUGHPUT_SPLITS;
     a.split_units = latency ? kLATENCY_UNITS : kTHROUGHPUT_UNITS;
@@ -356,11 +247,6 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
     a.splitInto(splits, workspace + counterBytes(params.sequences, params.kv_heads));
 
     int64_t const items = std::min(params.sequences, params.tokens) * params.kv_heads * a.max_splits;
-    bool const paged = params.ring == 0;
-    bool const single = latency && !paged && a.max_splits == 1 && params.tokens == params.sequences;
-    if (single && sharedBytes >= kSHARED_BYTES<kSINGLE_WARPS> + 1024) {
-        return launchDecode<kSINGLE_WARPS>(sinkAttentionSingleKernel, a, items, sms, stream);
-    }
     if (latency && sharedBytes >= kSHARED_BYTES<8> + 1024) {
         auto* const kernel = paged ? sinkAttentionDecodeKernel<8, true> : sinkAttentionDecodeKernel<8, false>;
         return launchDecode<8>(kernel, a, items, sms, stream);

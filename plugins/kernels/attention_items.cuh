@@ -100,7 +100,7 @@ struct ChunkPlace {
 /// Pages of an item, read 32 ahead so that the table's latency does not stand before each page's own.
 class PageWindow {
   public:
-    __device__ __forceinline__ PageWindow(DecodeArguments const& a, Item const& item, int lane)
+    __device__ __forceinline__ PageWindow(Arguments const& a, Item const& item, int lane)
         : mTable(a.page_table + static_cast<int64_t>(item.sequence) * a.table_width), mFirst(item.chunk_begin / kUNIT),
           mEnd((item.chunk_end + kUNIT - 1) / kUNIT), mLane(lane) {
         mPages = load(mFirst);
@@ -131,7 +131,7 @@ class ChunkFinder;
 template <>
 class ChunkFinder<true> {
   public:
-    __device__ __forceinline__ ChunkFinder(DecodeArguments const& a, Item const& item, int lane)
+    __device__ __forceinline__ ChunkFinder(Arguments const& a, Item const& item, int lane)
         : mPages(a, item, lane), mPool(a.kv_pool + static_cast<int64_t>(item.head) * (2 * kPAGE_TOKENS * kHEAD_DIM)),
           mPageStride(static_cast<int64_t>(a.kv_heads) * (2 * kPAGE_TOKENS * kHEAD_DIM)) {}
 
@@ -149,8 +149,11 @@ class ChunkFinder<true> {
 template <>
 class ChunkFinder<false> {
   public:
-    __device__ __forceinline__ ChunkFinder(DecodeArguments const& a, Item const& item, int)
-        : mRing(a.ring), mRows(a.kv_pool + (static_cast<int64_t>(a.ring_slot[item.sequence]) * a.kv_heads + item.head) *
+    __device__ __forceinline__ ChunkFinder(Arguments const& a, Item const& item, int)
+        : ChunkFinder(a, a.ring_slot[item.sequence], item.head) {}
+
+    __device__ __forceinline__ ChunkFinder(Arguments const& a, int slot, int head)
+        : mRing(a.ring), mRows(a.kv_pool + (static_cast<int64_t>(slot) * a.kv_heads + head) *
                                                (2 * static_cast<int64_t>(a.ring) * kHEAD_DIM)) {}
 
     __device__ __forceinline__ ChunkPlace place(int chunk) const {

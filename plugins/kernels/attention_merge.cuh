@@ -1,7 +1,7 @@
 // Decode: merging partial results, first those of a block's groups of warps, then those of a sequence's splits.
 #pragma once
 
-#include "kernels/attention_items.cuh"
+#include "kernels/attention_chunk.cuh"
 
 namespace flint::attention {
 
@@ -15,17 +15,6 @@ constexpr unsigned long long kCOUNTER_TAG = 0xFFC5A3E19D5B71ull; // Its high wor
 /// Row stride of partial results in shared memory: lanes of a fragment then hit 32 different banks.
 constexpr int kMERGE_STRIDE = kHEAD_DIM + 4;
 
-/// What a warp knows of `Tokens` tokens: the lane's heads 2t, 2t + 1 (t = lane % 4), and of each 16 dimensions d the
-/// rows d + g, d + g + 8 (g = lane / 4).
-template <int Tokens>
-struct WarpState {
-    uint32_t q[Tokens][kHEAD_DIM / 16][2];
-    float out[Tokens][kHEAD_DIM / 16][4];
-    float top[Tokens][2];
-    float sum[Tokens][2]; // Over this lane's keys only.
-    int position[Tokens];
-};
-
 /// Make a counter valid. Whatever word lies there is replaced unless it has the tag, and only counters have it: they
 /// are back at zero when a kernel ends. Each block does this before it arrives, so none can undo an arrival.
 __device__ __forceinline__ void openCounter(unsigned long long* counter, unsigned long long found) {
@@ -34,16 +23,22 @@ __device__ __forceinline__ void openCounter(unsigned long long* counter, unsigne
     }
 }
 
-/// Count this block's arrival; true in the last of `splits` blocks, which then sees the others' partial results.
+/// Count the arrival of one of `splits`; true for the last of them, which then sees the others' partial results.
+__device__ __forceinline__ bool countSplit(unsigned long long* counter, int splits) {
+    unsigned long long const before = countArrival(counter);
+    bool const last = static_cast<int>(before & ((1u << kCOUNT_BITS) - 1)) == splits - 1;
+    if (last) {
+        *counter = kCOUNTER_TAG << kCOUNT_BITS;
+    }
+    return last;
+}
+
+/// countSplit by a block.
 __device__ __forceinline__ bool arriveLast(unsigned long long* counter, int splits) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        unsigned long long const before = countArrival(counter);
-        last = static_cast<int>(before & ((1u << kCOUNT_BITS) - 1)) == splits - 1;
-        if (last) {
-            *counter = kCOUNTER_TAG << kCOUNT_BITS;
-        }
+        last = countSplit(counter, splits);
     }
     __syncthreads();
     return last;
@@ -58,9 +53,54 @@ __device__ __noinline__ void mergeSplits(DecodeArguments const& a, int firstRow,
     }
 }
 
+/// Leave what a warp knows of a token in shared memory: outs [8, kMERGE_STRIDE], stats [8].
+template <int Tokens>
+__device__ __forceinline__ void leaveResult(WarpState<Tokens>& state, int n, float* outs, float2* stats, int lane) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int mask = 4; mask < kWARP; mask *= 2) {
+            state.sum[n][j] += __shfl_xor_sync(0xFFFFFFFFu, state.sum[n][j], mask);
+        }
+        int const row = lane % 4 * 2 + j;
+        if (lane < 4) {
+            stats[row] = make_float2(state.top[n][j], state.sum[n][j]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kHEAD_DIM / 16; ++tile) {
+            outs[row * kMERGE_STRIDE + tile * 16 + lane / 4] = state.out[n][tile][j];
+            outs[row * kMERGE_STRIDE + tile * 16 + lane / 4 + 8] = state.out[n][tile][j + 2];
+        }
+    }
+}
+
+/// A row's result, not normalised; a lane has 4 dimensions.
+struct RowResult {
+    float top, sum;
+    float4 value;
+};
+
+/// Merge the `Parts` results of a row in shared memory, in their order; the strides are in elements.
+template <int Parts>
+__device__ __forceinline__ RowResult mergeResults(float const* outs, int outStride, float2 const* stats,
+                                                  int statsStride, int lane) {
+    RowResult row{kMINUS_INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+#pragma unroll
+    for (int i = 0; i < Parts; ++i) {
+        row.top = fmaxf(row.top, stats[i * statsStride].x);
+    }
+#pragma unroll
+    for (int i = 0; i < Parts; ++i) {
+        float2 const part = stats[i * statsStride];
+        float const weight = rescale(part.x, row.top);
+        row.sum += part.y * weight;
+        accumulate(row.value, weight, reinterpret_cast<float4 const*>(outs + i * outStride)[lane]);
+    }
+    return row;
+}
+
 /// Merge the groups' results of an item through shared memory, and store them or leave them as a partial result.
-/// Splits: whether an item may be one of several.
-template <int Warps, int Tokens, int Share, bool Splits>
+template <int Warps, int Tokens, int Share>
 __device__ __forceinline__ void finishItem(DecodeArguments const& a, Item const& item, WarpState<Tokens>& state,
                                            uint8_t* shared) {
     constexpr int GROUPS = Warps / Share;
@@ -69,59 +109,31 @@ __device__ __forceinline__ void finishItem(DecodeArguments const& a, Item const&
     float* const outs = reinterpret_cast<float*>(shared); // [GROUPS, ROWS, kMERGE_STRIDE]
     float2* const stats = reinterpret_cast<float2*>(outs + GROUPS * ROWS * kMERGE_STRIDE); // [GROUPS, ROWS]
     __syncthreads(); // The chunks in this memory have been used.
-    int const first = (warp / Share) * ROWS + (warp % Share) * Tokens * kGROUP;
 #pragma unroll
     for (int n = 0; n < Tokens; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-#pragma unroll
-            for (int mask = 4; mask < kWARP; mask *= 2) {
-                state.sum[n][j] += __shfl_xor_sync(0xFFFFFFFFu, state.sum[n][j], mask);
-            }
-            int const row = first + n * kGROUP + lane % 4 * 2 + j;
-            if (lane < 4) {
-                stats[row] = make_float2(state.top[n][j], state.sum[n][j]);
-            }
-#pragma unroll
-            for (int tile = 0; tile < kHEAD_DIM / 16; ++tile) {
-                outs[row * kMERGE_STRIDE + tile * 16 + lane / 4] = state.out[n][tile][j];
-                outs[row * kMERGE_STRIDE + tile * 16 + lane / 4 + 8] = state.out[n][tile][j + 2];
-            }
-        }
+        int const first = warp * Tokens * kGROUP + n * kGROUP;
+        leaveResult(state, n, outs + first * kMERGE_STRIDE, stats + first, lane);
     }
     __syncthreads();
     for (int r = warp; r < item.tokens * kGROUP; r += Warps) {
-        float top = kMINUS_INFINITY, sum = 0.0f;
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            top = fmaxf(top, stats[group * ROWS + r].x);
-        }
-        float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            float2 const part = stats[group * ROWS + r];
-            float const weight = rescale(part.x, top);
-            sum += part.y * weight;
-            accumulate(value, weight, reinterpret_cast<float4 const*>(outs + (group * ROWS + r) * kMERGE_STRIDE)[lane]);
-        }
+        RowResult const result =
+            mergeResults<GROUPS>(outs + r * kMERGE_STRIDE, ROWS * kMERGE_STRIDE, stats + r, ROWS, lane);
         int64_t const row = item.row + r / kGROUP;
         int const head = item.head * kGROUP + r % kGROUP;
-        if (!Splits || item.splits == 1) {
-            storeRow(a, row, head, top, sum, value, lane);
+        if (item.splits == 1) {
+            storeRow(a, row, head, a.sinks[head], result.top, result.sum, result.value, lane);
             continue;
         }
         int64_t const partial = (row * a.kv_heads * kGROUP + head) * a.max_splits + item.split;
-        __stcg(a.partials + partial * kWARP + lane, value);
+        __stcg(a.partials + partial * kWARP + lane, result.value);
         if (lane == 0) {
-            __stcg(a.stats + partial, make_float2(top, sum));
+            __stcg(a.stats + partial, make_float2(result.top, result.sum));
         }
     }
-    if (!Splits || item.splits == 1) {
+    if (item.splits == 1) {
         __syncthreads(); // Before the next item's chunks overwrite the results.
-    } else if constexpr (Splits) {
-        if (arriveLast(a.counters + item.sequence * a.kv_heads + item.head, item.splits)) {
-            mergeSplits<Warps>(a, item.row, item.tokens, item.head, item.splits);
-        }
+    } else if (arriveLast(a.counters + item.sequence * a.kv_heads + item.head, item.splits)) {
+        mergeSplits<Warps>(a, item.row, item.tokens, item.head, item.splits);
     }
 }
 

@@ -42,13 +42,13 @@ __device__ __forceinline__ void accumulate(float4& sum, float weight, float4 val
     sum.w += weight * value.w;
 }
 
-/// Normalise with the sink and store a lane's 4 dimensions of a row. top, sum: over all keys.
-__device__ __forceinline__ void storeRow(Arguments const& a, int64_t row, int head, float top, float sum, float4 value,
-                                         int lane) {
-    float const sink = a.sinks[head] * kLOG2E;
-    float const all = fmaxf(top, sink);
+/// Normalise with the head's sink and store a lane's 4 dimensions of a row. top, sum: over all keys.
+__device__ __forceinline__ void storeRow(Arguments const& a, int64_t row, int head, float sink, float top, float sum,
+                                         float4 value, int lane) {
+    float const logit = sink * kLOG2E;
+    float const all = fmaxf(top, logit);
     float const part = rescale(top, all);
-    float const factor = __fdividef(part, sum * part + exp2Fast(sink - all)); // Within 2 units in the last place.
+    float const factor = __fdividef(part, sum * part + exp2Fast(logit - all)); // Within 2 units in the last place.
     uint2* const target = reinterpret_cast<uint2*>(a.out + (row * a.kv_heads * kGROUP + head) * kHEAD_DIM) + lane;
     *target = make_uint2(packBf16(value.x * factor, value.y * factor), packBf16(value.z * factor, value.w * factor));
 }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void mergeRow(SplitArguments const& a, int64_t row, i
         }
         load(base);
     }
-    storeRow(a, row, head, top, sum, value, lane);
+    storeRow(a, row, head, a.sinks[head], top, sum, value, lane);
 }
 
 } // namespace flint::attention

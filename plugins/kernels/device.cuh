@@ -20,14 +20,14 @@ __device__ __forceinline__ void allowSuccessor() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/// r(x) of the numerics rules, as a float.
-__device__ __forceinline__ float roundBf16(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
-}
-
 __device__ __forceinline__ uint32_t packBf16(float low, float high) {
     bf16x2 const pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<uint32_t const&>(pair);
+}
+
+/// r(x) of the numerics rules, as a float: the upper half of a pair, as a conversion to a single BF16 value is slow.
+__device__ __forceinline__ float roundBf16(float x) {
+    return __uint_as_float(packBf16(0.0f, x));
 }
 
 /// The two values of a packed pair as floats; exact.
@@ -62,6 +62,13 @@ __device__ __forceinline__ void ldmatrix4Transposed(uint32_t (&d)[4], uint32_t a
                  : "memory");
 }
 
+/// The transpose of an 8x8 BF16 matrix whose lane l holds values 2 (l % 4), 2 (l % 4) + 1 of row l / 4.
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t pair) {
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
 /// L2 policy of what a step reads once: weights and old KV are many times the L2, and would push out what stays in use,
 /// activations and the kernels' own code.
 __device__ __forceinline__ uint64_t readOncePolicy() {
@@ -77,9 +84,18 @@ __device__ __forceinline__ void copyAsync16(uint32_t shared, void const* global,
 }
 
 /// The same of bytes that the step reads once.
+///
+/// The mask changes no shared address (block's number in its cluster in bits 27 - 24), but hides what the address is
+/// made of: ptxas before 13.4 would take a part that is uniform in a warp into the copy's uniform register, which
+/// holds the policy, too, and then encodes register 0 for both. Such a copy is an illegal instruction, or goes
+/// anywhere.
 __device__ __forceinline__ void copyOnceAsync16(uint32_t shared, void const* global, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-                 "r"(valid ? 16 : 0), "l"(readOncePolicy())
+    asm volatile("{\n"
+                 ".reg .b32 target;\n"
+                 "and.b32 target, %0, 0x0FFFFFFF;\n"
+                 "cp.async.cg.shared.global.L2::cache_hint [target], [%1], 16, %2, %3;\n"
+                 "}" ::"r"(shared),
+                 "l"(global), "r"(valid ? 16 : 0), "l"(readOncePolicy())
                  : "memory");
 }
 
@@ -93,10 +109,10 @@ __device__ __forceinline__ void waitCopies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/// A barrier in shared memory that completes once, when all bytes announced to it have arrived.
+/// A barrier in shared memory that completes when all bytes announced to it have arrived.
 class CopyBarrier {
   public:
-    /// By one thread; everyone else sees the barrier after a __syncthreads.
+    /// By one thread; everyone else sees the barrier after a __syncthreads, other blocks after waitCluster.
     __device__ __forceinline__ void open() {
         asm volatile(
             "mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::
@@ -104,7 +120,7 @@ class CopyBarrier {
             : "memory");
     }
 
-    /// By the same thread: how many bytes will be copied.
+    /// By the same thread: how many bytes will be copied. Again when that has completed.
     __device__ __forceinline__ void expect(int bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(sharedAddress(&mState)), "r"(bytes)
                      : "memory");
@@ -118,13 +134,14 @@ class CopyBarrier {
                      : "memory");
     }
 
-    /// Wait for all of them.
-    __device__ __forceinline__ void wait() {
+    /// Wait for all copies; `parity` is 0 the first time, 1 the second, and so on.
+    __device__ __forceinline__ void wait(uint32_t parity = 0) {
         asm volatile("{\n"
                      ".reg .pred done;\n"
-                     "again: mbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n"
+                     "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
                      "@!done bra again;\n"
-                     "}" ::"r"(sharedAddress(&mState))
+                     "}" ::"r"(sharedAddress(&mState)),
+                     "r"(parity)
                      : "memory");
     }
 
@@ -162,6 +179,16 @@ __device__ __forceinline__ void loadStreaming8(void const* pointer, uint32_t& lo
 __device__ __forceinline__ uint4 loadNow16(void const* pointer) {
     uint4 value;
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(pointer)
+                 : "memory");
+    return value;
+}
+
+/// The same past L1: for what is read once, or may be there from an earlier kernel's time.
+__device__ __forceinline__ uint4 loadPastL1(void const* pointer) {
+    uint4 value;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(pointer)
                  : "memory");

@@ -93,7 +93,8 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
     constexpr int64_t LIMIT = int64_t{1} << 31;
     if (params.rows <= 0 || params.rows % (glu ? 128 : kPANEL_ROWS) != 0 || params.columns <= 0 ||
         params.columns % kTILE_COLUMNS != 0 || params.tokens < 0 || params.tokens * params.columns >= LIMIT ||
-        params.rows * params.tokens >= LIMIT * 16) {
+        params.rows * params.tokens >= LIMIT * 16 || (params.plain && glu) ||
+        ((params.plain || params.x_ready) && params.tokens > kSPLIT_TOKENS)) {
         return cudaErrorInvalidValue;
     }
     if (params.tokens == 0) {
@@ -115,10 +116,14 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
         problem.segment_panels[i] = row > 0 ? static_cast<int32_t>(row / kPANEL_ROWS) : problem.panels;
     }
     problem.round_gate_up = true;
+    problem.ready = params.x_ready ? GemmReady::kAll : GemmReady::kWeights;
     GemmDevice device;
     cudaError_t const status = gemmDevice(device);
     if (status != cudaSuccess) {
         return status;
+    }
+    if (params.tokens <= kSPLIT_TOKENS) {
+        return launchGemmSplit(params.format, problem, params.epilogue, params.plain, device, stream);
     }
     GemmShape const shape = chooseShape(params, device);
     int64_t const groups = ceilDiv(params.tokens, gemmShapeTokens(shape));

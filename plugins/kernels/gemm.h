@@ -1,8 +1,13 @@
-// Matrix products of prefill: many tokens times a packed weight, y[t, n] = r(sum_k x[t, k] w[n, k] * tensor_scale).
+// Matrix products beyond the low-latency path: tokens times a packed weight, y[t, n] = r(sum_k x[t, k] w[n, k] *
+// tensor_scale).
 //
 // Activations that a product reads are "ordered": [rows, K] row-major with every 64 columns permuted by gemmOrder
-// (gemm_order.cuh). Bits: every tile shape sums K in the same order, so with mma.sync a row's result does not depend on
-// T or on the shape; on compute capability 9.0 kLarge uses wgmma, so bits may change where it starts to be chosen.
+// (gemm_order.cuh).
+//
+// Bits: up to 64 tokens K is divided over the blocks of a cluster (gemm_split.cu), into a number of parts that N, K and
+// the GPU's multiprocessors decide, so a row's result does not depend on T. From 65 tokens on no part of K is summed
+// apart: every tile shape takes K in one order, so with mma.sync a row's result does not depend on T or on the shape;
+// on compute capability 9.0 kLarge uses wgmma, so bits may change where it starts to be chosen.
 #pragma once
 
 #include "kernels/types.h"
@@ -18,10 +23,13 @@ enum class GemmEpilogue {
     kSwiGlu ///< gate/up panels in, act = r(g / (1 + exp(-g)) * u) out, ordered
 };
 
+/// Most tokens of a product whose K is divided over a cluster.
+constexpr int64_t kSPLIT_TOKENS = 64;
+
 struct GemmParams {
     WeightFormat format;
     GemmEpilogue epilogue;
-    void const* x;                   ///< [T, K] bf16, ordered, aligned to 16 bytes
+    void const* x;                   ///< [T, K] bf16, ordered unless `plain`, aligned to 16 bytes
     void const* weight;              ///< [N / 16, panel] packed, aligned to 16 bytes
     float const* scale;              ///< f32 [segments of rows], or [2] gate, up with kSwiGlu; nullptr for BF16
     void* y;                         ///< kStore: [T, N] bf16 plain; kSwiGlu: [T, N / 2] bf16 ordered; 16-byte aligned
@@ -29,6 +37,8 @@ struct GemmParams {
     int64_t rows;                    ///< N, a multiple of 16; of 128 with kSwiGlu
     int64_t columns;                 ///< K, a multiple of 64
     int64_t segment_row[2] = {0, 0}; ///< kStore: first rows of scale segments 1 and 2, multiples of 16; 0: none
+    bool plain = false;              ///< kStore of up to kSPLIT_TOKENS tokens: x is plain
+    bool x_ready = false;            ///< up to kSPLIT_TOKENS tokens: see GemmReady::kAll (gemm_problem.h)
 };
 
 /// Returns cudaErrorInvalidValue for shapes outside the limits above, or where T * K reaches 2^31.

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) gemmKernel(GemmProblem 
         uint32_t const shared = sharedAddress(buffer);
         int const warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / kWARP, 0);
         int const lane = static_cast<int>(threadIdx.x) % kWARP;
-        if (problem.groups != nullptr) {
+        if (gemmReady<C>(problem) == GemmReady::kNothing) {
             waitForPredecessor();
         }
         GemmSchedule<C> const schedule(problem);
@@ -112,6 +112,10 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) gemmKernel(GemmProblem 
             } else {
                 detail::gemmTile<C, C::TOKENS>(problem, schedule, index, count, state);
             }
+        }
+        if (gemmReady<C>(problem) == GemmReady::kAll) {
+            allowSuccessor();     // of a block without a tile, too
+            waitForPredecessor(); // this kernel's end tells that the one before it has ended, too
         }
     }
 }

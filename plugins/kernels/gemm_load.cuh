@@ -24,7 +24,7 @@ struct GemmSchedule {
     unsigned row_blocks;
     unsigned total;
 
-    /// Reads the number of groups: after waitForPredecessor() in a grouped problem.
+    /// Reads the number of groups: after waitForPredecessor() where nothing is ready.
     __device__ explicit GemmSchedule(GemmProblem const& problem) : problem(problem) {
         row_blocks = (problem.panels + C::BLOCK_PANELS - 1) / C::BLOCK_PANELS;
         unsigned const groups = problem.groups != nullptr ? static_cast<unsigned>(*problem.group_count)
@@ -48,6 +48,16 @@ struct GemmSchedule {
 /// Eight tokens at one chunk, what ldmatrix reads at once, lie in eight different groups of four banks.
 __device__ __forceinline__ uint32_t gemmChunk(uint32_t stage, int token, int chunk) {
     return stage + token * 128 + ((chunk ^ (token & 7)) << 4);
+}
+
+/// GemmProblem::ready. The instances with wgmma have no register left for more than they need.
+template <typename C>
+__device__ __forceinline__ GemmReady gemmReady(GemmProblem const& problem) {
+    if constexpr (C::WGMMA) {
+        return problem.groups == nullptr ? GemmReady::kWeights : GemmReady::kNothing;
+    } else {
+        return problem.ready;
+    }
 }
 
 /// Issues the copies of one K-tile after another. Every thread copies its share of the activations; a warp copies its
@@ -190,11 +200,11 @@ struct GemmLoader {
         commitCopies();
     }
 
-    /// Start the first AHEAD K-tiles. A dense problem's weights do not depend on the kernel before this one.
+    /// Start the first AHEAD K-tiles.
     __device__ void start() {
-        bool const dense = schedule.problem.groups == nullptr;
+        bool const waits = gemmReady<C>(schedule.problem) == GemmReady::kWeights;
         int early = 0;
-        if (dense && live()) {
+        if (waits && live()) {
             aimWeights(schedule.work(index));
             early = min(C::AHEAD, tiles);
             for (; tile < early; ++tile, ++stage) {
@@ -202,7 +212,7 @@ struct GemmLoader {
             }
             tile = stage = 0;
         }
-        if (dense) {
+        if (waits) {
             waitForPredecessor();
         }
         if (live()) {
@@ -224,7 +234,26 @@ struct GemmLoader {
     }
 };
 
-/// A lane's part of one panel's K-tile, as it is stored.
+namespace detail {
+
+__device__ __forceinline__ uint4 loadShared16(uint32_t address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t loadShared2(uint32_t address) {
+    uint16_t value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
+}
+
+} // namespace detail
+
+/// A lane's part of one panel's K-tile, as it is stored; load() takes the lane's shared addresses.
 template <WeightFormat F>
 struct GemmPanel;
 
@@ -233,12 +262,24 @@ struct GemmPanel<WeightFormat::kNVFP4> {
     uint4 codes;
     uint32_t scales;
 
+    __device__ __forceinline__ void load(uint32_t data, uint32_t scale) {
+        codes = detail::loadShared16(data);
+        scales = detail::loadShared2(scale);
+    }
+
     __device__ __forceinline__ void operands(uint32_t (&a)[4][4]) const { dequantize(codes, scales, a); }
 };
 
 template <>
 struct GemmPanel<WeightFormat::kBF16> {
     uint4 fragments[4];
+
+    __device__ __forceinline__ void load(uint32_t data, uint32_t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            fragments[i] = detail::loadShared16(data + i * 512);
+        }
+    }
 
     __device__ __forceinline__ void operands(uint32_t (&a)[4][4]) const {
 #pragma unroll
@@ -277,16 +318,8 @@ struct GemmWeights {
 
     __device__ GemmPanel<C::FORMAT> load(int stage, int p) const {
         GemmPanel<C::FORMAT> data;
-        uint32_t const source = shared + stage * C::W_BYTES + p * C::TILE_BYTES;
-        if constexpr (C::FORMAT == WeightFormat::kNVFP4) {
-            data.codes = loadShared16(source);
-            data.scales = loadShared2(scales + p * C::SCALE_BYTES + scale_offset + 2 * tile_in_group);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                data.fragments[i] = loadShared16(source + i * 512);
-            }
-        }
+        data.load(shared + stage * C::W_BYTES + p * C::TILE_BYTES,
+                  scales + p * C::SCALE_BYTES + scale_offset + 2 * tile_in_group);
         return data;
     }
 
@@ -295,24 +328,8 @@ struct GemmWeights {
         uint32_t const source = shared + stage * C::W_BYTES + p * C::TILE_BYTES;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            data.fragments[2 * half + i] = loadShared16(source + (2 * half + i) * 512);
+            data.fragments[2 * half + i] = detail::loadShared16(source + (2 * half + i) * 512);
         }
-    }
-
-  private:
-    __device__ static uint4 loadShared16(uint32_t address) {
-        uint4 value;
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "r"(address)
-                     : "memory");
-        return value;
-    }
-
-    __device__ static uint32_t loadShared2(uint32_t address) {
-        uint16_t value;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
-        return value;
     }
 };
 

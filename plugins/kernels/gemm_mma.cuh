@@ -5,20 +5,16 @@
 
 namespace flint {
 
-/// acc[panel][8 tokens][d of m16n8] += panels x tokens over the K-tile in `stage`; slices of tokens that hold none of
-/// the `count` positions are left out. The branches also keep ptxas from loading operands too far ahead: without them
-/// the large tile spills.
+/// acc[panel][8 tokens][d of m16n8] += panels x tokens over a K-tile; `activations`: its rows in shared memory. Slices
+/// of tokens that hold none of the `count` positions are left out. The branches also keep ptxas from loading operands
+/// too far ahead: without them the large tile spills.
 template <typename C>
-__device__ __forceinline__ void multiplyTile(float (&acc)[C::PANELS][C::TOKENS / 8][4], GemmWeights<C> const& weights,
-                                             uint32_t activations, int stage, int count, int lane) {
-    uint32_t a[C::PANELS][4][4];
-#pragma unroll
-    for (int p = 0; p < C::PANELS; ++p) {
-        weights.load(stage, p).operands(a[p]);
-    }
+__device__ __forceinline__ void multiplyOperands(float (&acc)[C::PANELS][C::TOKENS / 8][4],
+                                                 uint32_t const (&a)[C::PANELS][4][4], uint32_t activations, int count,
+                                                 int lane) {
     // Lane l addresses row l % 8 of matrix l / 8: 8 tokens at four chunks, the operands of two instructions.
     int const token = lane % 8;
-    uint32_t const row = activations + stage * C::X_BYTES + token * 128;
+    uint32_t const row = activations + token * 128;
     constexpr int STEPS = C::SLICE / 8;
 #pragma unroll
     for (int slice = 0; slice < C::TOKENS / C::SLICE; ++slice) {
@@ -44,6 +40,18 @@ __device__ __forceinline__ void multiplyTile(float (&acc)[C::PANELS][C::TOKENS /
             }
         }
     }
+}
+
+/// The same for the K-tile in `stage`.
+template <typename C>
+__device__ __forceinline__ void multiplyTile(float (&acc)[C::PANELS][C::TOKENS / 8][4], GemmWeights<C> const& weights,
+                                             uint32_t activations, int stage, int count, int lane) {
+    uint32_t a[C::PANELS][4][4];
+#pragma unroll
+    for (int p = 0; p < C::PANELS; ++p) {
+        weights.load(stage, p).operands(a[p]);
+    }
+    multiplyOperands<C>(acc, a, activations + stage * C::X_BYTES, count, lane);
 }
 
 } // namespace flint

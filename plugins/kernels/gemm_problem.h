@@ -22,6 +22,14 @@ struct GemmGroup {
     int32_t unused;
 };
 
+/// What of a product's inputs does not depend on the kernel before it: either it never does, or it was complete when
+/// that kernel called allowSuccessor().
+enum class GemmReady {
+    kNothing, ///< of a grouped product; it waits first
+    kWeights, ///< and the groups: it waits when its first weights are under way
+    kAll      ///< it waits at its end
+};
+
 /// A position is a row of the product: a token, or a (token, slot) pair in expert order.
 struct GemmProblem {
     uint8_t const* x;           ///< [*, K] bf16 ordered
@@ -38,6 +46,7 @@ struct GemmProblem {
     int32_t scale_stride;      ///< scales per expert
     int32_t segment_panels[2]; ///< first panels of scale segments 1 and 2
     bool round_gate_up;        ///< kSwiGlu: round gate and up to BF16 first (dense and shared MLP)
+    GemmReady ready;           ///< dense: at least kWeights
 };
 
 /// Positions of a tile; its rows are in gemm_config.cuh.
@@ -62,5 +71,9 @@ cudaError_t launchGemmBf16(GemmProblem const& problem, GemmEpilogue epilogue, Ge
                            cudaStream_t stream);
 cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape,
                               int64_t max_groups, cudaStream_t stream);
+
+/// A dense problem of at most kSPLIT_TOKENS positions; x is ordered unless `plain`.
+cudaError_t launchGemmSplit(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, bool plain,
+                            GemmDevice const& device, cudaStream_t stream);
 
 } // namespace flint

@@ -9,23 +9,54 @@
 
 namespace flint {
 
-/// Launch `kernel` so that it overlaps its predecessor's tail. The kernel must call waitForPredecessor() before it
-/// touches any activation (but for those that were complete when its predecessor called allowSuccessor), and every
-/// kernel of the stream must call it, or an earlier one's writes may not be visible.
+/// Launch `kernel` so that it overlaps its predecessor's tail, `cluster` blocks in x forming a thread block cluster:
+/// also of one block, where the kernel has instructions for clusters; 0: it has none. The kernel must call
+/// waitForPredecessor() before it touches any activation (but for those that were complete when its predecessor called
+/// allowSuccessor), and every kernel of the stream must call it, or an earlier one's writes may not be visible.
 template <typename... Params, typename... Args>
-cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, size_t sharedBytes, cudaStream_t stream,
-                             Args&&... args) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launchCluster(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t sharedBytes,
+                          cudaStream_t stream, Args&&... args) {
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = 1;
+    attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = sharedBytes;
     config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 0 ? 2 : 1;
+    return cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...);
+}
+
+/// The same without clusters.
+template <typename... Params, typename... Args>
+cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, size_t sharedBytes, cudaStream_t stream,
+                             Args&&... args) {
+    return launchCluster(kernel, grid, block, 0, sharedBytes, stream, std::forward<Args>(args)...);
+}
+
+/// How many clusters of a kernel can be resident together on this GPU, at least 1.
+template <typename Kernel>
+cudaError_t residentClusters(Kernel kernel, dim3 block, unsigned cluster, size_t sharedBytes, int& clusters) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(cluster);
+    config.blockDim = block;
+    config.dynamicSmemBytes = sharedBytes;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...);
+    cudaError_t const status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    clusters = clusters > 1 ? clusters : 1;
+    return status;
 }
 
 /// Shared memory that a block can have on every GPU we compile for: the 99 KB of compute capability 12.x.

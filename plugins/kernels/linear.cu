@@ -13,12 +13,16 @@ cudaError_t launchLinear(LinearParams const& params, cudaStream_t stream) {
     if (params.tokens <= kDECODE_TOKENS && hasLinearDecode(params.columns)) {
         return launchLinearDecode(params, stream);
     }
-    GemmOrderParams const order{params.x, params.workspace, params.tokens, params.columns};
-    if (cudaError_t const error = launchGemmOrder(order, stream); error != cudaSuccess) {
-        return error;
+    GemmParams product{params.format, GemmEpilogue::kStore, params.x,    params.weight, params.scale,
+                       params.y,      params.tokens,        params.rows, params.columns};
+    product.plain = params.tokens <= kSPLIT_TOKENS;
+    if (!product.plain) {
+        GemmOrderParams const order{params.x, params.workspace, params.tokens, params.columns};
+        if (cudaError_t const error = launchGemmOrder(order, stream); error != cudaSuccess) {
+            return error;
+        }
+        product.x = params.workspace;
     }
-    GemmParams const product{params.format, GemmEpilogue::kStore, params.workspace, params.weight, params.scale,
-                             params.y,      params.tokens,        params.rows,      params.columns};
     return launchGemm(product, stream);
 }
 

@@ -10,15 +10,14 @@ namespace flint {
 struct LinearParams {
     bf16 const* x;         ///< [T, K] bf16
     uint8_t const* weight; ///< panels of [N, K]
-    float const* scale;    ///< f32, of each segment of rows; nullptr in BF16
+    float const* scale;    ///< [1] f32; nullptr in BF16
     bf16* y;               ///< [T, N] bf16
     void* workspace;       ///< linearWorkspaceBytes
     WeightFormat format;
-    bool ordered;                ///< x has each 16 columns in activationOrder
-    int tokens;                  ///< T
-    int columns;                 ///< K
-    int rows;                    ///< N
-    int segment_row[2] = {0, 0}; ///< first rows of scale segments 1 and 2, multiples of 16; 0: none
+    bool ordered; ///< x has each 16 columns in activationOrder
+    int tokens;   ///< T
+    int columns;  ///< K
+    int rows;     ///< N
 };
 
 size_t linearWorkspaceBytes(int64_t tokens, int64_t columns);
@@ -29,7 +28,7 @@ cudaError_t launchLinear(LinearParams const& params, cudaStream_t stream);
 /// Whether the low-latency kernel has an instance for plain x and K = `columns`.
 bool hasLinearDecode(int columns);
 
-/// The low-latency kernel (one segment or several), for up to kDECODE_TOKENS tokens; needs no workspace.
+/// The low-latency kernel, for up to kDECODE_TOKENS tokens; needs no workspace.
 /// Returns cudaErrorInvalidValue for a K that has no instance.
 cudaError_t launchLinearDecode(LinearParams const& params, cudaStream_t stream);
 

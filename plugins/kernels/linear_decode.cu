@@ -7,9 +7,19 @@ namespace flint {
 
 namespace {
 
+/// How a block of one token leaves registers to others: with few enough tiles ready before the wait it finds its own
+/// beside a block of the attention kernel before it.
+template <WeightFormat F, int K, int TOKENS>
+struct LinearShape {
+    static constexpr bool kSHARES = TOKENS == 1 && F == WeightFormat::kNVFP4 && Split<F, K>::kSPLIT == 8;
+    static constexpr int kREADY = kSHARES ? 5 : Split<F, K>::kTILES; ///< tiles
+    static constexpr int kRESIDENT = kSHARES ? 2 : 0;                ///< blocks a multiprocessor; 0: any number
+};
+
 /// Grid (N / 16); kSPLIT warps a block. Dynamic shared memory: each warp's activations.
 template <WeightFormat F, int K, int TOKENS, bool ORDERED>
-__global__ void __launch_bounds__(Split<F, K>::kSPLIT* kWARP) linearDecodeKernel(LinearParams const params) {
+__global__ void __launch_bounds__(Split<F, K>::kSPLIT* kWARP, LinearShape<F, K, TOKENS>::kRESIDENT)
+    linearDecodeKernel(LinearParams const params) {
     constexpr int PARTS = Split<F, K>::kSPLIT;
     using X = StagedX<Split<F, K>::kTILES, TOKENS>;
     extern __shared__ __align__(16) uint4 staged[];
@@ -18,15 +28,9 @@ __global__ void __launch_bounds__(Split<F, K>::kSPLIT* kWARP) linearDecodeKernel
 
     SliceOf<F, K> slice;
     slice.template load<K>(params.weight + blockIdx.x * panelBytes(F, K), part, lane);
-    float scale = kRESTORE<F>;
-    if (params.scale != nullptr) {
-        int const row = blockIdx.x * kPANEL_ROWS;
-        int const segment = (params.segment_row[0] != 0 && row >= params.segment_row[0]) +
-                            (params.segment_row[1] != 0 && row >= params.segment_row[1]);
-        scale *= __ldg(params.scale + segment);
-    }
+    float const scale = kRESTORE<F> * (params.scale == nullptr ? 1.0f : __ldg(params.scale));
     allowSuccessor();
-    ReadySlice const ready(slice);
+    ReadySlice<F, Split<F, K>::kTILES, LinearShape<F, K, TOKENS>::kREADY> const ready(slice);
     ready.hold(params.tokens < 0, params.y);
     waitForPredecessor();
 
@@ -105,13 +109,10 @@ cudaError_t launchFormat(LinearParams const& params, cudaStream_t stream) {
         return launchInstance<F, 4096, false>(params, stream);
     case 6144: // dense MLP
         return launchInstance<F, 6144, true>(params, stream);
-    case 2048: // QKV; flint-nano's output projection: 16 heads
-        return params.ordered ? launchInstance<F, 2048, true>(params, stream)
-                              : launchInstance<F, 2048, false>(params, stream);
+    case 2048: // flint-nano's output projection: 16 heads
+        return launchInstance<F, 2048, false>(params, stream);
     case 256: // flint-nano's dense MLP
         return launchInstance<F, 256, true>(params, stream);
-    case 128: // flint-nano's QKV
-        return launchInstance<F, 128, true>(params, stream);
     default:
         return cudaErrorInvalidValue;
     }

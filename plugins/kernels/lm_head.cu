@@ -15,7 +15,7 @@ template <WeightFormat F, int H, int ROWS>
 struct HeadShared {
     alignas(16) uint32_t x[SharedX<ROWS>::bytes(H) / 4];
     float partial[2][(ROWS + 7) / 8][PartialSums::floats(Split<F, H>::kSPLIT)];
-    float sums[Split<F, H>::kSPLIT];
+    NormScratch<H, Split<F, H>::kSPLIT * kWARP> norm;
 };
 
 /// Persistent grid; kSPLIT warps a block. Rows `first` .. `first` + ROWS - 1 of logits_rows.
@@ -33,14 +33,14 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) lmHeadKernel(LmHea
     if (panel < panels) {
         slice.template load<H>(params.weight + panel * panelBytes(F, H), part, lane);
     }
-    NormWeights<H, THREADS> const normWeights(params.norm);
+    shared.norm.prefetch(params.norm);
     float const scale = kRESTORE<F> * (params.scale == nullptr ? 1.0f : *params.scale);
     allowSuccessor();
     waitForPredecessor();
 
     NormParams const norm{params.delta, params.residual, params.norm, nullptr, params.eps, live};
     normalizeRows<H, ROWS, THREADS>(
-        norm, normWeights, false, shared.x, shared.sums, [&](int row) { return params.logits_rows[first + row]; },
+        norm, shared.norm, false, shared.x, [&](int row) { return params.logits_rows[first + row]; },
         [](int, int, uint4) {});
 
     SharedX<ROWS> const x{reinterpret_cast<uint4 const*>(shared.x), lane};

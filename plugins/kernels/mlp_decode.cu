@@ -8,11 +8,11 @@ namespace flint {
 
 namespace {
 
-template <WeightFormat F, int H>
-struct MlpShared {
+/// One token's.
+template <int H, int THREADS>
+struct MlpSingleShared {
     alignas(16) uint32_t x[SharedX<1>::bytes(H) / 4];
-    float partial[PartialSums::floats(Split<F, H>::kSPLIT)];
-    float sums[Split<F, H>::kSPLIT];
+    NormScratch<H, THREADS> norm;
 };
 
 /// Grid (2 I / 16): a panel holds gate and up of 8 units. kSPLIT warps a block. One token is normalised here; of
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
     constexpr int THREADS = PARTS * kWARP;
     using Rows = StagedX<Split<F, H>::kTILES, kDECODE_TOKENS>;
     extern __shared__ __align__(16) uint4 staged[]; // several tokens: each warp's activations
-    __shared__ MlpShared<F, H> shared;
+    __shared__ __align__(16) float sums[PartialSums::floats(PARTS)];
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
 
     SliceOf<F, H> slice;
@@ -34,11 +34,12 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
     allowSuccessor();
     float acc[1][4];
     if constexpr (SINGLE) {
-        NormWeights<H, THREADS> const weights(params.norm);
+        __shared__ MlpSingleShared<H, THREADS> shared;
+        shared.norm.prefetch(params.norm);
         waitForPredecessor();
         NormParams const norm{params.delta,        params.residual, params.norm,
                               params.residual_out, params.eps,      params.tokens};
-        normalizeToken<H, THREADS>(norm, weights, blockIdx.x == 0, shared.x, shared.sums);
+        normalizeToken<H, THREADS>(norm, shared.norm, blockIdx.x == 0, shared.x);
         slice.multiply(acc, part, SharedX<1>{reinterpret_cast<uint4 const*>(shared.x), lane});
     } else {
         waitForPredecessor();
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
         rows.template stage<true>(params.tokens, [&](int token) { return x + int64_t{token} * H; });
         slice.multiply(acc, part, rows);
     }
-    PartialSums const partial{shared.partial};
+    PartialSums const partial{sums};
     partial.store(acc[0], part, lane);
     __syncthreads();
     for (int i = threadIdx.x; i < 8 * params.tokens; i += THREADS) {
@@ -72,7 +73,7 @@ cudaError_t launchInstance(MlpParams const& params, bf16* x, bf16* act, cudaStre
     auto const kernel = mlpUpKernel<F, H, false>;
     constexpr size_t BYTES =
         Split<F, H>::kSPLIT * StagedX<Split<F, H>::kTILES, kDECODE_TOKENS>::kVECTORS * sizeof(uint4);
-    static_assert(BYTES + sizeof(MlpShared<F, H>) <= kCOMMON_SHARED_BYTES);
+    static_assert(BYTES + PartialSums::floats(Split<F, H>::kSPLIT) * sizeof(float) <= kCOMMON_SHARED_BYTES);
     if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
         return error;
     }

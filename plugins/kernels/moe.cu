@@ -19,8 +19,6 @@ struct Workspace {
     bf16* shared_act; ///< [T, S], in gemmOrder
     bf16* shared_out; ///< [T, H]
     float* logits;    ///< [T, E]
-    int32_t* experts; ///< [T, 6]
-    float* weights;   ///< [T, 6]
     void* routed;     ///< moePrefillWorkspaceBytes
 };
 
@@ -43,23 +41,25 @@ Workspace carve(Carver& carver, int64_t tokens, int64_t hidden, int64_t experts,
     work.shared_act = carver.take<bf16>(tokens * shared);
     work.shared_out = carver.take<bf16>(tokens * hidden);
     work.logits = carver.take<float>(tokens * experts);
-    work.experts = carver.take<int32_t>(tokens * kTOP_K);
-    work.weights = carver.take<float>(tokens * kTOP_K);
     work.routed = carver.base + carver.used;
     return work;
 }
 
-cudaError_t launchShared(MoeParams const& params, Workspace const& work, cudaStream_t stream) {
-    GemmParams const up{params.format,    GemmEpilogue::kSwiGlu,      work.x,
-                        params.shared_up, params.shared_up_scale,     work.shared_act,
-                        params.tokens,    2 * int64_t{params.shared}, params.hidden};
-    if (cudaError_t const error = launchGemm(up, stream); error != cudaSuccess) {
-        return error;
-    }
-    GemmParams const down{
+/// The shared expert's products; for `x_ready` see launchMoe.
+GemmParams sharedUp(MoeParams const& params, Workspace const& work) {
+    GemmParams up{params.format,    GemmEpilogue::kSwiGlu,      work.x,
+                  params.shared_up, params.shared_up_scale,     work.shared_act,
+                  params.tokens,    2 * int64_t{params.shared}, params.hidden};
+    up.x_ready = params.tokens <= kSPLIT_TOKENS;
+    return up;
+}
+
+GemmParams sharedDown(MoeParams const& params, Workspace const& work) {
+    GemmParams down{
         params.format,   GemmEpilogue::kStore, work.shared_act, params.shared_down, params.shared_down_scale,
         work.shared_out, params.tokens,        params.hidden,   params.shared};
-    return launchGemm(down, stream);
+    down.x_ready = params.tokens <= kSPLIT_TOKENS;
+    return down;
 }
 
 } // namespace
@@ -81,24 +81,12 @@ cudaError_t launchMoe(MoeParams const& params, cudaStream_t stream) {
     Carver carver{static_cast<uint8_t*>(params.workspace)};
     Workspace const work = carve(carver, params.tokens, params.hidden, params.experts, params.shared);
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
-    if (cudaError_t const error = launchNormRows(norm, params.hidden, RowOrder::kPREFILL, work.x, stream);
-        error != cudaSuccess) {
-        return error;
-    }
-    RouterParams const router{work.x,        params.router, work.logits,
-                              work.experts,  work.weights,  params.router_f32,
+    RouterParams const router{work.x,        params.router, work.logits,   params.router_f32,
                               params.tokens, params.hidden, params.experts};
-    if (cudaError_t const error = launchRouter(router, stream); error != cudaSuccess) {
-        return error;
-    }
-    if (cudaError_t const error = launchShared(params, work, stream); error != cudaSuccess) {
-        return error;
-    }
     MoePrefillParams routed{};
     routed.format = params.format;
     routed.x = work.x;
-    routed.experts = work.experts;
-    routed.weights = work.weights;
+    routed.logits = work.logits;
     routed.gate_up = params.up;
     routed.gate_up_scale = params.up_scale;
     routed.down = params.down;
@@ -110,7 +98,24 @@ cudaError_t launchMoe(MoeParams const& params, cudaStream_t stream) {
     routed.hidden = params.hidden;
     routed.num_experts = params.experts;
     routed.intermediate = params.intermediate;
-    return launchMoePrefill(routed, stream);
+    // Up to kSPLIT_TOKENS tokens each of these takes its latency and little more, so they overlap: a product whose
+    // inputs were complete when it was allowed to start runs beside the kernel before it, and waits for that one at its
+    // end. So do shared up with the router's logits, shared down with the choice, and the experts' first with shared
+    // down.
+    cudaError_t error = launchNormRows(norm, params.hidden, RowOrder::kPREFILL, work.x, stream);
+    if (error == cudaSuccess) {
+        error = launchRouterLogits(router, stream);
+    }
+    if (error == cudaSuccess) {
+        error = launchGemm(sharedUp(params, work), stream); // reads x
+    }
+    if (error == cudaSuccess) {
+        error = launchMoePrefillRoutes(routed, stream); // reads the logits
+    }
+    if (error == cudaSuccess) {
+        error = launchGemm(sharedDown(params, work), stream); // reads what its first half wrote
+    }
+    return error != cudaSuccess ? error : launchMoePrefillExperts(routed, stream); // reads x and the routes
 }
 
 } // namespace flint

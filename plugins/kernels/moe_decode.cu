@@ -17,46 +17,61 @@ __device__ __forceinline__ int unitPlace(int panel, int row) {
     return unit / 16 * 16 + activationOrder(unit % 16);
 }
 
-/// One token. Grid (2 I / 16, 6): a panel of the expert in slot blockIdx.y.
-template <WeightFormat F, int H, int E>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP)
+/// Panels of a block of the kernel below, each multiplied by a group of kSPLIT warps. Every block reads the logits and
+/// x, and the L2 serves the reads of one line one by one: so few blocks, one a multiprocessor of an H200. BF16 panels
+/// have twice the warps.
+template <WeightFormat F>
+constexpr int kUP_PANELS = F == WeightFormat::kNVFP4 ? 3 : 1;
+
+template <WeightFormat F, int H>
+constexpr int kUP_SINGLE_WARPS = kUP_PANELS<F> * Split<F, H>::kSPLIT;
+
+/// One token. Grid (6 * 2 I / 16 / kUP_PANELS): consecutive panels of the chosen experts, in slot order.
+template <WeightFormat F, int H, int E, int I>
+__global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     moeUpSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
-    constexpr int PARTS = Split<F, H>::kSPLIT;
-    using X = StagedX<Split<F, H>::kTILES, 1>;
-    __shared__ __align__(16) uint4 staged[PARTS * X::kVECTORS];
-    __shared__ __align__(16) float sums[PartialSums::floats(PARTS)];
-    __shared__ int chosen;
-    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, slot = blockIdx.y;
-    X const x{staged + part * X::kVECTORS, part, lane};
+    constexpr int PARTS = Split<F, H>::kSPLIT, WARPS = kUP_SINGLE_WARPS<F, H>, PANELS = kUP_PANELS<F>;
+    __shared__ __align__(16) uint8_t row[H * 2];
+    __shared__ __align__(16) float sums[PartialSums::floats(WARPS)];
+    __shared__ CopyBarrier copied;
+    __shared__ int chosen[kTOP_K];
+    int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, part = warp % PARTS, group = warp / PARTS;
+    constexpr int EXPERT_PANELS = 2 * I / kPANEL_ROWS;
+    int const index = blockIdx.x * PANELS + group, slot = index / EXPERT_PANELS, panel = index % EXPERT_PANELS;
+    if (threadIdx.x == 0) {
+        copied.open();
+    }
     waitForPredecessor();
-    allowSuccessor(); // after the wait: the down kernel reads the routing before its own wait
+    allowSuccessor();       // after the wait: the down kernel reads the routing before its own wait
+    if (threadIdx.x == 0) { // x comes while weights do
+        copied.expect(H * 2);
+        RowX<H>::copy(copied, work.x, 1, row);
+    }
     // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one.
-    RouterKeys<E> keys;
-    if (part == 0) {
-        keys.load(work.logits, lane);
-    }
-    x.template stage<true>(1, [&](int) { return work.x; });
-    if (part == 0) {
-        chosen = keys.takeSlot(lane, slot);
+    if (warp == WARPS - 1) {
+        RouterLogits<E> logits;
+        logits.load(work.logits, lane);
+        RouterKeys<E> keys(logits, lane);
+#pragma unroll 1                          // the code comes from the L2, too
+        for (int i = 0; i <= slot; ++i) { // the block's last slot
+            uint32_t top;
+            chosen[i] = keys.takeBest(lane, top);
+        }
     }
     __syncthreads();
-    int const expert = chosen;
+    int const expert = chosen[slot];
     SliceOf<F, H> slice;
-    int64_t const panel = int64_t{expert} * (2 * params.intermediate / kPANEL_ROWS) + blockIdx.x;
-    slice.template load<H>(params.up + panel * panelBytes(F, H), part, lane);
+    slice.template load<H>(params.up + (int64_t{expert} * EXPERT_PANELS + panel) * panelBytes(F, H), part, lane);
     GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
-    // The activations are read behind a barrier, which the weights' loads cannot pass: else the assembler would move
-    // each down to its use.
-    __syncthreads();
+    copied.wait(); // opened before the barrier of routing
     float acc[1][4];
-    slice.multiply(acc, part, x);
-    PartialSums{sums}.store(acc[0], part, lane);
+    slice.multiply(acc, part, RowX<H>{row, lane}); // in every column, see SharedX
+    PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
+    partial.store(acc[0], part, lane);
     __syncthreads();
-    if (threadIdx.x < 8) {
-        int const row = threadIdx.x;
-        PartialSums const partial{sums};
-        float const gate = partial.sum(PARTS, row, 0) * scales.gate, up = partial.sum(PARTS, row + 8, 0) * scales.up;
-        work.act[int64_t{slot} * params.intermediate + unitPlace(blockIdx.x, row)] = swigluRouted(gate, up);
+    if (int const unit = threadIdx.x % (PARTS * kWARP); unit < 8) {
+        float const gate = partial.sum(PARTS, unit, 0) * scales.gate, up = partial.sum(PARTS, unit + 8, 0) * scales.up;
+        work.act[slot * I + unitPlace(panel, unit)] = swigluRouted(gate, up);
     }
 }
 
@@ -97,15 +112,15 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
         shared.copied.open();
     }
     waitForPredecessor();
-    RouterKeys<E> keys;
+    RouterLogits<E> logits;
     if (warp < params.tokens) { // before the rows, which would delay them
-        keys.load(work.logits + warp * E, lane);
+        logits.load(work.logits + warp * E, lane);
     }
     if (copies) {
         shared.copied.expect(params.tokens * H * 2);
         RowX<H>::copy(shared.copied, work.x, params.tokens, shared.x);
     }
-    routeStep<E>(keys, params.tokens, shared.routes, shared.first);
+    routeStep<E>(logits, params.tokens, shared.routes, shared.first);
     if (blockIdx.x == 0) {
         copyRoutes(*work.routes, shared.routes);
         __threadfence();
@@ -186,7 +201,7 @@ constexpr int kSINGLE_WARPS = kTOP_K * Split<F, I>::kSPLIT + kSHARED_WARPS<F, S>
 /// Tiles that the kernel below has ready: fewer than all, so that a block finds its registers beside the up kernel's
 /// and its weights come while that runs.
 template <WeightFormat F, int I>
-constexpr int kDOWN_READY = F == WeightFormat::kNVFP4 && Split<F, I>::kTILES == 8 ? 6 : Split<F, I>::kTILES;
+constexpr int kDOWN_READY = F == WeightFormat::kNVFP4 && Split<F, I>::kTILES == 8 ? 5 : Split<F, I>::kTILES;
 
 /// One token. Grid (H / 16): a group of warps per chosen expert, in slot order, and one for the shared expert.
 template <WeightFormat F, int E, int I, int S>
@@ -197,6 +212,7 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
     __shared__ __align__(16) uint4 staged[kSINGLE_WARPS<F, I, S> * X::kVECTORS];
     __shared__ __align__(16) float sums[PartialSums::floats(kSINGLE_WARPS<F, I, S>)];
     __shared__ Routes routes;
+    __shared__ float scales[kTOP_K + 1];
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, panel = blockIdx.x;
     int const panels = params.hidden / kPANEL_ROWS;
     bool const isShared = warp >= kTOP_K * PARTS;
@@ -219,26 +235,29 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
     if (!isShared) {
         slice.template load<I>(params.down + (int64_t{expert} * panels + panel) * panelBytes(F, I), part, lane);
     }
-    float scales[kTOP_K];
-#pragma unroll
-    for (int i = 0; i < kTOP_K; ++i) {
-        scales[i] = kRESTORE<F> * (params.down_scale == nullptr ? 1.0f : __ldg(params.down_scale + routes.expert[i]));
+    if (threadIdx.x <= kTOP_K) {
+        bool const last = threadIdx.x == kTOP_K; // the shared expert's
+        float const* const source =
+            last ? params.shared_down_scale : params.down_scale + routes.expert[last ? 0 : threadIdx.x];
+        scales[threadIdx.x] = kRESTORE<F> * (params.down_scale == nullptr ? 1.0f : __ldg(source));
     }
-    float const sharedScale =
-        kRESTORE<F> * (params.shared_down_scale == nullptr ? 1.0f : __ldg(params.shared_down_scale));
     allowSuccessor();
     ReadySlice<F, Split<F, I>::kTILES, kDOWN_READY<F, I>> const ready(slice);
     ready.hold(params.tokens < 0, params.out);
-    waitForPredecessor();
+    // The shared expert's activations are complete, as the logits are: its warps are done when the other ones start.
+    bf16 const* act = work.shared_act;
+    if (!isShared) {
+        act = work.act + slot * I;
+        waitForPredecessor();
+    }
 
-    bf16 const* const act = isShared ? work.shared_act : work.act + int64_t{slot} * I;
     X const x{staged + warp * X::kVECTORS, part, lane};
     x.template stage<true>(1, [&](int) { return act; });
     float acc[1][4];
     ready.multiply(acc, part, x);
     PartialSums{sums}.store(acc[0], warp, lane);
     __syncthreads();
-    if (threadIdx.x < kPANEL_ROWS) {
+    if (threadIdx.x < kPANEL_ROWS) { // of a warp that has waited
         int const row = threadIdx.x;
         float routed = 0;
 #pragma unroll
@@ -247,7 +266,7 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
             routed += routes.weight[i] * roundBf16(theirs.sum(PARTS, row, 0) * scales[i]);
         }
         PartialSums const theirs{sums + PartialSums::floats(kTOP_K * PARTS)};
-        float const sharedOut = roundBf16(theirs.sum(SHARED_PARTS, row, 0) * sharedScale);
+        float const sharedOut = roundBf16(theirs.sum(SHARED_PARTS, row, 0) * scales[kTOP_K]);
         params.out[panel * kPANEL_ROWS + row] = __float2bfloat16_rn(roundBf16(routed) + sharedOut);
     }
 }
@@ -408,8 +427,10 @@ cudaError_t launchShape(MoeParams const& params, MoeDecodeWorkspace const& work,
     if (params.tokens > 1) {
         return launchSeveral<F, H, E, I, S>(params, work, stream);
     }
-    dim3 const grid(2 * I / kPANEL_ROWS, kTOP_K), block(Split<F, H>::kSPLIT * kWARP);
-    cudaError_t const error = launchOverlapped(moeUpSingleKernel<F, H, E>, grid, block, 0, stream, params, work);
+    constexpr int PANELS = kTOP_K * 2 * I / kPANEL_ROWS;
+    static_assert(PANELS % kUP_PANELS<F> == 0);
+    dim3 const grid(PANELS / kUP_PANELS<F>), block(kUP_SINGLE_WARPS<F, H> * kWARP);
+    cudaError_t const error = launchOverlapped(moeUpSingleKernel<F, H, E, I>, grid, block, 0, stream, params, work);
     if (error != cudaSuccess) {
         return error;
     }

@@ -20,6 +20,8 @@ constexpr int64_t ceilDiv(int64_t a, int64_t b) {
 
 /// What lies in the workspace, in this order, each part aligned to 256 bytes.
 struct Workspace {
+    int32_t* experts; ///< [T, 6]
+    float* weights;   ///< [T, 6]
     int32_t* counts;
     int32_t* starts;
     GemmGroup* groups;
@@ -30,6 +32,9 @@ struct Workspace {
     uint8_t* y;      ///< [T, 6, H] bf16
     size_t bytes;
 
+    explicit Workspace(MoePrefillParams const& params)
+        : Workspace(params.workspace, params.tokens, params.num_experts, params.hidden, params.intermediate) {}
+
     Workspace(void* base, int64_t tokens, int64_t experts, int64_t hidden, int64_t intermediate) {
         int64_t const pairs = tokens * kTOP_K;
         size_t offset = 0;
@@ -38,6 +43,8 @@ struct Workspace {
             offset += ceilDiv(bytes, 256) * 256;
             return part;
         };
+        this->experts = reinterpret_cast<int32_t*>(take(pairs * 4));
+        weights = reinterpret_cast<float*>(take(pairs * 4));
         counts = reinterpret_cast<int32_t*>(take(ceilDiv(pairs, kSORT_PAIRS) * experts * 4));
         starts = reinterpret_cast<int32_t*>(take(experts * 4));
         // For the smallest groups: whichever size is chosen, more tokens need more.
@@ -99,17 +106,30 @@ __global__ void __launch_bounds__(kCOMBINE_THREADS) moeCombineKernel(CombinePara
     params.out[i] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+bool valid(MoePrefillParams const& params) {
+    constexpr int64_t LIMIT = int64_t{1} << 31; // of elements that a product's input offsets reach
+    return params.tokens >= 0 && params.hidden > 0 && params.hidden % 64 == 0 && params.intermediate > 0 &&
+           params.intermediate % 64 == 0 && params.num_experts >= kTOP_K && params.num_experts <= kSORT_EXPERTS &&
+           params.tokens * params.hidden < LIMIT && params.tokens * kTOP_K * params.intermediate < LIMIT;
+}
+
 /// By mean positions per expert: a tile should be filled, and weights be dequantised for as many as there are. Both
 /// products have the same groups, so the same shape.
-GemmShape chooseShape(MoePrefillParams const& params, GemmDevice const& device) {
+cudaError_t chooseShape(MoePrefillParams const& params, GemmShape& shape) {
+    GemmDevice device;
+    if (cudaError_t const status = gemmDevice(device); status != cudaSuccess) {
+        return status;
+    }
     int64_t const mean = params.tokens * kTOP_K / params.num_experts;
-    GemmShape const shape = mean >= 64   ? GemmShape::kLarge
-                            : mean >= 32 ? GemmShape::kMedium
-                            : mean >= 12 ? GemmShape::kSmall
-                                         : GemmShape::kTiny;
-    bool const fits = gemmFits(params.format, GemmEpilogue::kSwiGlu, shape, device) &&
-                      gemmFits(params.format, GemmEpilogue::kStore, shape, device);
-    return fits ? shape : GemmShape::kMedium;
+    shape = mean >= 64   ? GemmShape::kLarge
+            : mean >= 32 ? GemmShape::kMedium
+            : mean >= 12 ? GemmShape::kSmall
+                         : GemmShape::kTiny;
+    if (!gemmFits(params.format, GemmEpilogue::kSwiGlu, shape, device) ||
+        !gemmFits(params.format, GemmEpilogue::kStore, shape, device)) {
+        shape = GemmShape::kMedium;
+    }
+    return cudaSuccess;
 }
 
 } // namespace
@@ -118,43 +138,55 @@ size_t moePrefillWorkspaceBytes(int64_t tokens, int64_t num_experts, int64_t hid
     return Workspace(nullptr, tokens, num_experts, hidden, intermediate).bytes;
 }
 
-cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream) {
-    int64_t const pairs = params.tokens * kTOP_K;
-    constexpr int64_t LIMIT = int64_t{1} << 31; // of elements that a product's input offsets reach
-    if (params.tokens < 0 || params.hidden <= 0 || params.hidden % 64 != 0 || params.intermediate <= 0 ||
-        params.intermediate % 64 != 0 || params.num_experts < kTOP_K || params.num_experts > kSORT_EXPERTS ||
-        params.tokens * params.hidden >= LIMIT || pairs * params.intermediate >= LIMIT) {
+cudaError_t launchMoePrefillRoutes(MoePrefillParams const& params, cudaStream_t stream) {
+    if (!valid(params)) {
         return cudaErrorInvalidValue;
     }
     if (params.tokens == 0) {
         return cudaSuccess;
     }
-    GemmDevice device;
-    cudaError_t status = gemmDevice(device);
+    GemmShape shape;
+    cudaError_t status = chooseShape(params, shape);
     if (status != cudaSuccess) {
         return status;
     }
-    GemmShape const shape = chooseShape(params, device);
-    Workspace const work(params.workspace, params.tokens, params.num_experts, params.hidden, params.intermediate);
-
+    Workspace const work(params);
+    RouterChoiceParams const choice{params.logits, work.experts, work.weights, static_cast<int>(params.tokens),
+                                    static_cast<int>(params.num_experts)};
     MoeSortParams sort{};
-    sort.experts = params.experts;
+    sort.experts = work.experts;
     sort.counts = work.counts;
     sort.starts = work.starts;
     sort.groups = work.groups;
     sort.group_count = work.group_count;
     sort.tokens = work.tokens;
     sort.pairs = work.pairs;
-    sort.pair_count = static_cast<int32_t>(pairs);
+    sort.pair_count = static_cast<int32_t>(params.tokens * kTOP_K);
     sort.num_experts = static_cast<int32_t>(params.num_experts);
     sort.top_k = kTOP_K;
     sort.group_size = gemmShapeTokens(shape);
-    status = launchMoeSort(sort, stream);
+    if (params.tokens <= kSPLIT_TOKENS) {
+        return launchMoeChoose(choice, sort, stream);
+    }
+    status = launchRouterChoice(choice, stream);
+    return status != cudaSuccess ? status : launchMoeSort(sort, stream);
+}
+
+cudaError_t launchMoePrefillExperts(MoePrefillParams const& params, cudaStream_t stream) {
+    if (!valid(params)) {
+        return cudaErrorInvalidValue;
+    }
+    if (params.tokens == 0) {
+        return cudaSuccess;
+    }
+    GemmShape shape;
+    cudaError_t status = chooseShape(params, shape);
     if (status != cudaSuccess) {
         return status;
     }
-
-    int64_t const maxGroups = moeMaxGroups(pairs, params.num_experts, sort.group_size);
+    Workspace const work(params);
+    int64_t const pairs = params.tokens * kTOP_K;
+    int64_t const maxGroups = moeMaxGroups(pairs, params.num_experts, gemmShapeTokens(shape));
     GemmProblem up{};
     up.x = static_cast<uint8_t const*>(params.x);
     up.weight = static_cast<uint8_t const*>(params.gate_up);
@@ -163,11 +195,12 @@ cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream
     up.x_rows = work.tokens;
     up.groups = work.groups;
     up.group_count = work.group_count;
-    up.positions = sort.pair_count;
+    up.positions = static_cast<int32_t>(pairs);
     up.columns = static_cast<int32_t>(params.hidden);
     up.panels = static_cast<int32_t>(2 * params.intermediate / kPANEL_ROWS);
     up.scale_stride = 2;
     up.round_gate_up = false;
+    up.ready = params.tokens <= kSPLIT_TOKENS ? GemmReady::kAll : GemmReady::kNothing;
     status = launchGemmProblem(params.format, up, GemmEpilogue::kSwiGlu, shape, maxGroups, stream);
     if (status != cudaSuccess) {
         return status;
@@ -183,6 +216,7 @@ cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream
     down.columns = static_cast<int32_t>(params.intermediate);
     down.panels = static_cast<int32_t>(params.hidden / kPANEL_ROWS);
     down.scale_stride = 1;
+    down.ready = GemmReady::kWeights; // the groups were complete before up allowed it to start
     down.segment_panels[0] = down.segment_panels[1] = down.panels;
     status = launchGemmProblem(params.format, down, GemmEpilogue::kStore, shape, maxGroups, stream);
     if (status != cudaSuccess) {
@@ -191,7 +225,7 @@ cudaError_t launchMoePrefill(MoePrefillParams const& params, cudaStream_t stream
 
     CombineParams combine;
     combine.y = reinterpret_cast<uint4 const*>(work.y);
-    combine.weights = params.weights;
+    combine.weights = work.weights;
     combine.shared = static_cast<uint4 const*>(params.shared);
     combine.out = static_cast<uint4*>(params.out);
     combine.vectors_per_row = static_cast<int>(params.hidden / kVECTOR);

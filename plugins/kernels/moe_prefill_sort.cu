@@ -1,7 +1,7 @@
 // A counting sort: histograms per block of pairs, one block that turns them into starts, and a stable scatter.
 #include "kernels/moe_prefill_sort.h"
 
-#include "kernels/device.cuh"
+#include "kernels/block_scan.cuh"
 #include "kernels/launch.h"
 
 namespace flint {
@@ -28,25 +28,6 @@ __global__ void __launch_bounds__(kSORT_PAIRS) moeCountKernel(MoeSortParams para
     if (thread < params.num_experts) {
         params.counts[blockIdx.x * params.num_experts + thread] = counts[thread];
     }
-}
-
-/// Inclusive sum over the block's threads. `sums` are kSORT_EXPERTS / 32 values of shared memory.
-__device__ int blockScan(int value, int* sums) {
-    int const lane = static_cast<int>(threadIdx.x) % kWARP, warp = static_cast<int>(threadIdx.x) / kWARP;
-#pragma unroll
-    for (int step = 1; step < kWARP; step *= 2) {
-        int const before = __shfl_up_sync(0xFFFFFFFFu, value, step);
-        value += lane >= step ? before : 0;
-    }
-    __syncthreads();
-    if (lane == kWARP - 1) {
-        sums[warp] = value;
-    }
-    __syncthreads();
-    for (int i = 0; i < warp; ++i) {
-        value += sums[i];
-    }
-    return value;
 }
 
 /// One block, a thread per expert: starts, each block's counts turned into offsets within the expert, groups.

@@ -1,7 +1,9 @@
-// Sorting (token, slot) pairs by expert. Internal to moe_prefill*.cu.
+// Sorting (token, slot) pairs by expert: in three kernels, or for a few tokens in the one that chooses. Internal to
+// moe_prefill*.cu.
 #pragma once
 
 #include "kernels/gemm_problem.h"
+#include "kernels/router.h"
 
 #include <cuda_runtime_api.h>
 
@@ -33,5 +35,9 @@ constexpr int64_t moeMaxGroups(int64_t pairs, int64_t experts, int64_t group_siz
 
 /// Positions in order of expert, then of pair; groups in order of position. Three kernels.
 cudaError_t launchMoeSort(MoeSortParams const& params, cudaStream_t stream);
+
+/// launchRouterChoice and launchMoeSort of up to kSPLIT_TOKENS tokens in one kernel, which keeps the experts to itself:
+/// choice.experts, params.experts and the scratch are left alone.
+cudaError_t launchMoeChoose(RouterChoiceParams const& choice, MoeSortParams const& params, cudaStream_t stream);
 
 } // namespace flint

@@ -13,37 +13,54 @@ namespace flint {
 
 namespace {
 
-template <WeightFormat F, int H>
-struct RouteShared {
-    alignas(16) uint32_t x[SharedX<1>::bytes(H) / 4];
-    float partial[PartialSums::floats(Split<F, H>::kSPLIT)];
-    float sums[Split<F, H>::kSPLIT];
-};
+/// Router rows of a block of moeRouteSingleKernel.
+constexpr int kROUTER_ROWS = 2;
 
-/// A router row in registers, in the order of the activations: of every 256 columns a lane holds those of one 16-byte
-/// vector of SharedX, that is c .. c + 3 and c + 8 .. c + 11.
-template <typename R, int H>
-struct RouterRow {
+/// Tiles that moeRouteSingleKernel has ready: fewer than all, for the router rows need registers, too.
+template <WeightFormat F, typename R, int H>
+constexpr int kROUTE_READY =
+    F == WeightFormat::kNVFP4 && Split<F, H>::kTILES == 8 ? (sizeof(R) == 4 ? 5 : 7) : Split<F, H>::kTILES;
+
+/// The share of one of WARPS warps of a block's router rows, in registers, in the order of the activations: of every
+/// 256 columns a lane holds those of one 16-byte vector of SharedX, that is c .. c + 3 and c + 8 .. c + 11. Several
+/// warps divide a row, or one takes several.
+template <typename R, int H, int WARPS>
+struct RouterShare {
     static constexpr int kVECTORS = H / 8; ///< of a row of activations
-    static constexpr int kCHUNKS = (kVECTORS + kWARP - 1) / kWARP;
+    static constexpr int kALL_CHUNKS = (kVECTORS + kWARP - 1) / kWARP;
+    static constexpr int kROW_WARPS = WARPS > kROUTER_ROWS ? WARPS / kROUTER_ROWS : 1;
+    static constexpr int kROWS = kROUTER_ROWS * kROW_WARPS / WARPS; ///< of this warp
+    static constexpr int kCHUNKS = kALL_CHUNKS / kROW_WARPS;
+    static_assert(kROWS * WARPS == kROUTER_ROWS * kROW_WARPS && kCHUNKS * kROW_WARPS == kALL_CHUNKS);
     using Four = std::conditional_t<sizeof(R) == 4, uint4, uint2>; ///< four weights
-    Four data[kCHUNKS][2];
+    int warp, lane;
+    Four data[kROWS][kCHUNKS][2];
+
+    /// The first of this warp's rows among the block's.
+    __device__ __forceinline__ int first() const { return warp / kROW_WARPS * kROWS; }
 
     /// Vector: [tile][half][t], as in SharedX.
-    static __device__ __forceinline__ int vector(int chunk, int lane) { return chunk * kWARP + lane; }
+    __device__ __forceinline__ int vector(int chunk) const {
+        return (warp % kROW_WARPS * kCHUNKS + chunk) * kWARP + lane;
+    }
 
-    __device__ __forceinline__ void load(R const* row, int lane) {
+    /// `rows`: the first of the block's.
+    __device__ __forceinline__ void load(R const* rows) {
 #pragma unroll
-        for (int chunk = 0; chunk < kCHUNKS; ++chunk) {
-            int const v = vector(chunk, lane);
-            if (v < kVECTORS) {
-                R const* const source = row + v / 8 * kTILE_COLUMNS + v % 4 * 16 + v % 8 / 4 * 4;
+        for (int row = 0; row < kROWS; ++row) {
+            R const* const source = rows + (first() + row) * H + lane / 8 * kTILE_COLUMNS + lane % 4 * 16 +
+                                    lane % 8 / 4 * 4 + warp % kROW_WARPS * kCHUNKS * (kWARP * 8);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if constexpr (sizeof(R) == 4) {
-                        data[chunk][i] = loadStreaming(source + 8 * i);
-                    } else {
-                        loadStreaming8(source + 8 * i, data[chunk][i].x, data[chunk][i].y);
+            for (int chunk = 0; chunk < kCHUNKS; ++chunk) {
+                if (vector(chunk) < kVECTORS) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        R const* const four = source + chunk * (kWARP * 8) + 8 * i;
+                        if constexpr (sizeof(R) == 4) {
+                            data[row][chunk][i] = loadStreaming(four);
+                        } else {
+                            loadStreaming8(four, data[row][chunk][i].x, data[row][chunk][i].y);
+                        }
                     }
                 }
             }
@@ -51,8 +68,8 @@ struct RouterRow {
     }
 
     /// Column c + i of the near four, c + 8 + i of the far.
-    __device__ __forceinline__ float weight(int chunk, int far, int i) const {
-        auto const* const words = reinterpret_cast<uint32_t const*>(&data[chunk][far]);
+    __device__ __forceinline__ float weight(int row, int chunk, int far, int i) const {
+        auto const* const words = reinterpret_cast<uint32_t const*>(&data[row][chunk][far]);
         if constexpr (sizeof(R) == 4) {
             return __uint_as_float(words[i]);
         } else {
@@ -61,78 +78,83 @@ struct RouterRow {
         }
     }
 
-    /// Dot product with a normalised row in SharedX<1>'s order; every lane gets it.
-    __device__ __forceinline__ float dot(uint4 const* x, int lane) const {
-        float sum = 0;
+    /// Part of the dot products with a normalised row in SharedX<1>'s order, to `sums` [kROUTER_ROWS][kROW_WARPS].
+    __device__ __forceinline__ void multiply(uint4 const* x, float* sums) const {
 #pragma unroll
-        for (int chunk = 0; chunk < kCHUNKS; ++chunk) {
-            int const v = vector(chunk, lane);
-            if (v < kVECTORS) {
-                uint4 const activations = x[v];
-                // Pairs (c, c + 2), (c + 8, c + 10), (c + 1, c + 3), (c + 9, c + 11): see activationOrder.
-                uint32_t const words[4] = {activations.x, activations.y, activations.z, activations.w};
+        for (int row = 0; row < kROWS; ++row) {
+            float sum = 0;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float2 const pair = unpackBf16(words[i]);
-                    sum += pair.x * weight(chunk, i % 2, i / 2) + pair.y * weight(chunk, i % 2, i / 2 + 2);
+            for (int chunk = 0; chunk < kCHUNKS; ++chunk) {
+                if (vector(chunk) < kVECTORS) {
+                    uint4 const activations = x[vector(chunk)];
+                    // Pairs (c, c + 2), (c + 8, c + 10), (c + 1, c + 3), (c + 9, c + 11): see activationOrder.
+                    uint32_t const words[4] = {activations.x, activations.y, activations.z, activations.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        float2 const pair = unpackBf16(words[i]);
+                        sum +=
+                            pair.x * weight(row, chunk, i % 2, i / 2) + pair.y * weight(row, chunk, i % 2, i / 2 + 2);
+                    }
                 }
             }
+            sum = warpSum(sum);
+            if (lane == 0) {
+                sums[(first() + row) * kROW_WARPS + warp % kROW_WARPS] = sum;
+            }
         }
-        return warpSum(sum);
     }
 };
 
-/// One token. Grid (2 S / 16 + ceil(E / kSPLIT)): first the shared expert's panels, then one router row per warp. The
-/// token is normalised here, and its row kept in work.x.
+template <WeightFormat F, typename R, int H>
+struct RouteShared {
+    static constexpr int kPARTS = Split<F, H>::kSPLIT;
+    alignas(16) uint32_t x[SharedX<1>::bytes(H) / 4];
+    float partial[PartialSums::floats(kPARTS)];
+    NormScratch<H, kPARTS * kWARP> norm;
+    float router[kROUTER_ROWS][RouterShare<R, H, kPARTS>::kROW_WARPS];
+};
+
+/// One token. Grid (2 S / 16): each block takes a panel of the shared expert and kROUTER_ROWS router rows, if there are
+/// so many, so that all blocks are resident together, and beside those of the kernel before. The token is normalised
+/// here, and its row kept in work.x.
 template <WeightFormat F, typename R, int H>
 __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     moeRouteSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
-    constexpr int PARTS = Split<F, H>::kSPLIT;
-    constexpr int THREADS = PARTS * kWARP;
-    __shared__ RouteShared<F, H> shared;
+    constexpr int PARTS = Split<F, H>::kSPLIT, THREADS = PARTS * kWARP;
+    __shared__ RouteShared<F, R, H> shared;
     uint4 const* const x = reinterpret_cast<uint4 const*>(shared.x);
-    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
-    int const panels = 2 * params.shared / kPANEL_ROWS, panel = blockIdx.x;
+    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, panel = blockIdx.x;
+    int const expert = blockIdx.x * kROUTER_ROWS; // a multiple of it
+    bool const routes = expert < params.experts;
     allowSuccessor();
-    auto const normalize = [&] {
-        NormWeights<H, THREADS> const weights(params.norm);
-        waitForPredecessor();
-        NormParams const norm{params.delta,        params.residual, params.norm,
-                              params.residual_out, params.eps,      params.tokens};
-        bool const keeps = blockIdx.x == 0;
-        normalizeRows<H, 1, THREADS>(
-            norm, weights, keeps, shared.x, shared.sums, [](int token) { return token; },
-            [&](int, int column, uint4 pairs) {
-                if (keeps) {
-                    auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
-                    target[0] = pairs.x; // pairs at places 0, 4, 8, 12 of the 16, or 2, 6, 10, 14
-                    target[2] = pairs.y;
-                    target[4] = pairs.z;
-                    target[6] = pairs.w;
-                }
-            });
-    };
-    if (panel >= panels) {
-        int const expert = (panel - panels) * PARTS + part;
-        RouterRow<R, H> row;
-        if (expert < params.experts) {
-            row.load(static_cast<R const*>(params.router) + int64_t{expert} * H, lane);
-        }
-        normalize();
-        if (expert < params.experts) {
-            float const logit = row.dot(x, lane);
-            if (lane == 0) {
-                work.logits[expert] = logit;
-            }
-        }
-        return;
-    }
     SliceOf<F, H> slice;
     slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
+    RouterShare<R, H, PARTS> rows{part, lane};
+    if (routes) {
+        rows.load(static_cast<R const*>(params.router) + int64_t{expert} * H);
+    }
     GateUpScales const scales(params.shared_up_scale, kRESTORE<F>);
-    ReadySlice const ready(slice);
+    shared.norm.prefetch(params.norm);
+    ReadySlice<F, Split<F, H>::kTILES, kROUTE_READY<F, R, H>> const ready(slice);
     ready.hold(params.tokens < 0, work.logits);
-    normalize();
+    waitForPredecessor();
+
+    NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
+    bool const keeps = blockIdx.x == 0;
+    normalizeRows<H, 1, THREADS>(
+        norm, shared.norm, keeps, shared.x, [](int token) { return token; },
+        [&](int, int column, uint4 pairs) {
+            if (keeps) {
+                auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
+                target[0] = pairs.x; // pairs at places 0, 4, 8, 12 of the 16, or 2, 6, 10, 14
+                target[2] = pairs.y;
+                target[4] = pairs.z;
+                target[6] = pairs.w;
+            }
+        });
+    if (routes) {
+        rows.multiply(x, shared.router[0]);
+    }
     float acc[1][4];
     ready.multiply(acc, part, SharedX<1>{x, lane});
     PartialSums const partial{shared.partial};
@@ -142,6 +164,12 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
         int const row = threadIdx.x, unit = panel * 8 + row;
         float const gate = partial.sum(PARTS, row, 0) * scales.gate, up = partial.sum(PARTS, row + 8, 0) * scales.up;
         work.shared_act[unit / 16 * 16 + activationOrder(unit % 16)] = swigluRounded(gate, up);
+    } else if (int const row = threadIdx.x - (THREADS - kROUTER_ROWS); row >= 0 && routes) {
+        float logit = 0;
+        for (float const sum : shared.router[row]) {
+            logit += sum;
+        }
+        work.logits[expert + row] = logit;
     }
 }
 
@@ -225,9 +253,12 @@ __global__ void __launch_bounds__(RouterSplit<H>::kWARPS* kWARP, 1)
 template <WeightFormat F, typename R, int H>
 cudaError_t launchInstance(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
     if (params.tokens == 1) {
-        constexpr int PARTS = Split<F, H>::kSPLIT;
-        dim3 const grid(2 * params.shared / kPANEL_ROWS + (params.experts + PARTS - 1) / PARTS);
-        return launchOverlapped(moeRouteSingleKernel<F, R, H>, grid, dim3(PARTS * kWARP), 0, stream, params, work);
+        int const panels = 2 * params.shared / kPANEL_ROWS;
+        if (params.experts % kROUTER_ROWS != 0 || params.experts > panels * kROUTER_ROWS) {
+            return cudaErrorInvalidValue;
+        }
+        return launchOverlapped(moeRouteSingleKernel<F, R, H>, dim3(panels), dim3(Split<F, H>::kSPLIT * kWARP), 0,
+                                stream, params, work);
     }
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
     if (cudaError_t const error = launchNormRows(norm, H, RowOrder::kDECODE, work.x, stream); error != cudaSuccess) {

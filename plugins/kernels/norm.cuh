@@ -17,16 +17,23 @@ struct NormParams {
 
 constexpr int kNORM_COLUMNS = 8; ///< columns of a thread: 16 bytes
 
+/// What becomes a NormSegment, on its way: all loads of a thread are under way together.
+struct NormInputs {
+    uint4 delta, residual;
+
+    __device__ __forceinline__ void load(NormParams const& params, int64_t offset) {
+        delta = loadNow16(params.delta + offset);
+        residual = params.residual != nullptr ? loadNow16(params.residual + offset) : make_uint4(0, 0, 0, 0);
+    }
+};
+
 /// Columns of s that one thread owns, in FP32.
 struct NormSegment {
     float s[kNORM_COLUMNS];
 
-    __device__ __forceinline__ float load(NormParams const& params, int64_t offset) {
-        uint4 const d = *reinterpret_cast<uint4 const*>(params.delta + offset);
-        uint4 r = make_uint4(0, 0, 0, 0);
-        if (params.residual != nullptr) {
-            r = *reinterpret_cast<uint4 const*>(params.residual + offset);
-        }
+    /// s; returns the sum of its squares.
+    __device__ __forceinline__ float add(NormInputs const& inputs) {
+        uint4 const d = inputs.delta, r = inputs.residual;
         uint32_t const dw[4] = {d.x, d.y, d.z, d.w};
         uint32_t const rw[4] = {r.x, r.y, r.z, r.w};
         float squares = 0;
@@ -67,43 +74,53 @@ struct NormShare {
     }
 };
 
-/// A thread's norm weights, loaded before the wait for the activations.
+/// Shared memory of a block that normalises rows.
 template <int H, int THREADS>
-struct NormWeights {
-    float4 values[NormShare<H, THREADS>::kPER_THREAD][2];
+struct NormScratch {
+    alignas(16) float weights[H];
+    float sums[THREADS / kWARP];
 
-    __device__ __forceinline__ explicit NormWeights(float const* weight) {
+    /// Start bringing the norm weights, before the wait for the activations: each thread those that it will use. Not
+    /// into registers, which are full of the projection's weights then: the assembler would load them behind the wait.
+    __device__ __forceinline__ void prefetch(float const* source) {
 #pragma unroll
         for (int i = 0; i < NormShare<H, THREADS>::kPER_THREAD; ++i) {
-            auto const* const source = reinterpret_cast<float4 const*>(weight + NormShare<H, THREADS>::column(i));
-            values[i][0] = __ldg(source);
-            values[i][1] = __ldg(source + 1);
+            int const column = NormShare<H, THREADS>::column(i);
+            copyAsync16(sharedAddress(weights + column), source + column);
+            copyAsync16(sharedAddress(weights + column + 4), source + column + 4);
         }
+        commitCopies();
     }
 };
 
-/// Normalise up to TOKENS rows into shared memory (`SharedX<TOKENS>`), by a whole block of THREADS threads; rows from
-/// `tokens` on are zeros. `sums` are THREADS / 32 floats of shared memory. Ends with a barrier.
+/// Normalise up to TOKENS rows into shared memory (`SharedX<TOKENS>`), by a whole block of THREADS threads, whose
+/// `scratch` has prefetched; rows from `tokens` (at least 1) on are zeros. Ends with a barrier.
 ///
 /// `source(token)` is the row of delta and residual to take; `keep(token, column, pairs)` is called with every 8
 /// columns' normalised pairs (see NormSegment::pairs).
 template <int H, int TOKENS, int THREADS, typename Source, typename Keep>
-__device__ __forceinline__ void normalizeRows(NormParams const& params, NormWeights<H, THREADS> const& weights,
-                                              bool writeResidual, uint32_t* x, float* sums, Source const& source,
-                                              Keep const& keep) {
+__device__ __forceinline__ void normalizeRows(NormParams const& params, NormScratch<H, THREADS>& scratch,
+                                              bool writeResidual, uint32_t* x, Source const& source, Keep const& keep) {
     using Share = NormShare<H, THREADS>;
-    constexpr int SEGMENTS = Share::kSEGMENTS, ROWS = Share::kROWS;
+    constexpr int SEGMENTS = Share::kSEGMENTS, ROWS = Share::kROWS, PER_THREAD = Share::kPER_THREAD;
     constexpr int WIDTH = SEGMENTS < kWARP ? SEGMENTS : kWARP; // lanes of a warp that share a row
     int const thread = threadIdx.x;
     for (int first = 0; first < TOKENS; first += ROWS) {
         int const token = first + (ROWS == 1 ? 0 : thread / SEGMENTS);
-        bool const live = token < params.tokens;
+        bool const live = (TOKENS == 1 && ROWS == 1) || token < params.tokens;
         int64_t const offset = live ? int64_t{source(token)} * H : 0;
-        NormSegment parts[Share::kPER_THREAD];
+        NormInputs inputs[PER_THREAD];
+        NormSegment parts[PER_THREAD];
         float squares = 0;
+        if (live) {
 #pragma unroll
-        for (int i = 0; i < Share::kPER_THREAD; ++i) {
-            squares += live ? parts[i].load(params, offset + Share::column(i)) : 0.0f;
+            for (int i = 0; i < PER_THREAD; ++i) {
+                inputs[i].load(params, offset + Share::column(i));
+            }
+#pragma unroll
+            for (int i = 0; i < PER_THREAD; ++i) {
+                squares += parts[i].add(inputs[i]);
+            }
         }
         squares = warpSum<WIDTH>(squares);
         if constexpr (SEGMENTS > kWARP) {
@@ -111,7 +128,7 @@ __device__ __forceinline__ void normalizeRows(NormParams const& params, NormWeig
                 __syncthreads(); // the previous round has read `sums`
             }
             if (thread % kWARP == 0) {
-                sums[thread / kWARP] = squares;
+                scratch.sums[thread / kWARP] = squares;
             }
             __syncthreads();
             constexpr int WARPS = (SEGMENTS < THREADS ? SEGMENTS : THREADS) / kWARP; // of a row
@@ -119,20 +136,20 @@ __device__ __forceinline__ void normalizeRows(NormParams const& params, NormWeig
             squares = 0;
 #pragma unroll
             for (int i = 0; i < WARPS; ++i) {
-                squares += sums[base + i];
+                squares += scratch.sums[base + i];
             }
+        }
+        if (first == 0) {
+            waitCopies<0>();
         }
         float const scale = rsqrtf(squares / H + params.eps);
 #pragma unroll
-        for (int i = 0; i < Share::kPER_THREAD; ++i) {
+        for (int i = 0; i < PER_THREAD; ++i) {
             int const column = Share::column(i);
-            uint4 const pairs =
-                live ? parts[i].pairs(scale, weights.values[i][0], weights.values[i][1]) : make_uint4(0, 0, 0, 0);
+            auto const* const weights = reinterpret_cast<float4 const*>(scratch.weights + column);
+            uint4 const pairs = live ? parts[i].pairs(scale, weights[0], weights[1]) : make_uint4(0, 0, 0, 0);
             if (token < TOKENS) {
-                x[SharedX<TOKENS>::word(token, column)] = pairs.x;
-                x[SharedX<TOKENS>::word(token, column + 1)] = pairs.y;
-                x[SharedX<TOKENS>::word(token, column + 4)] = pairs.z;
-                x[SharedX<TOKENS>::word(token, column + 5)] = pairs.w;
+                SharedX<TOKENS>::store(x, token, column, pairs);
             }
             if (live) {
                 if (writeResidual && params.residual_out != nullptr) {
@@ -147,10 +164,10 @@ __device__ __forceinline__ void normalizeRows(NormParams const& params, NormWeig
 
 /// The one token of a step, with nothing kept.
 template <int H, int THREADS>
-__device__ __forceinline__ void normalizeToken(NormParams const& params, NormWeights<H, THREADS> const& weights,
-                                               bool writeResidual, uint32_t* x, float* sums) {
+__device__ __forceinline__ void normalizeToken(NormParams const& params, NormScratch<H, THREADS>& scratch,
+                                               bool writeResidual, uint32_t* x) {
     normalizeRows<H, 1, THREADS>(
-        params, weights, writeResidual, x, sums, [](int token) { return token; }, [](int, int, uint4) {});
+        params, scratch, writeResidual, x, [](int token) { return token; }, [](int, int, uint4) {});
 }
 
 } // namespace flint

@@ -22,8 +22,14 @@ __global__ void __launch_bounds__(kTHREADS<H>) normRowsKernel(NormParams const p
     allowSuccessor();
     waitForPredecessor();
     int64_t const row = int64_t{blockIdx.x} * H;
+    NormInputs inputs;
     NormSegment segment;
-    float squares = warpSum(live ? segment.load(params, row + column) : 0.0f);
+    float squares = 0;
+    if (live) {
+        inputs.load(params, row + column);
+        squares = segment.add(inputs);
+    }
+    squares = warpSum(squares);
     if constexpr (WARPS > 1) {
         if (threadIdx.x % kWARP == 0) {
             sums[threadIdx.x / kWARP] = squares;

@@ -55,7 +55,11 @@ struct QkvParams {
 /// Bytes of workspace for `tokens` tokens: normalised rows and the raw projection.
 size_t qkvWorkspaceBytes(int64_t tokens, int64_t hidden, int64_t rows);
 
-/// Returns cudaErrorInvalidValue for a shape that has no instance.
+/// The op up to the projection, whose rounded rows [T, (Hq + 2 Hkv) 128] bf16 then begin the workspace. Returns
+/// cudaErrorInvalidValue for a shape that has no instance.
+cudaError_t launchQkvProject(QkvParams const& params, cudaStream_t stream);
+
+/// The whole op. Returns cudaErrorInvalidValue for a shape that has no instance.
 cudaError_t launchQkv(QkvParams const& params, cudaStream_t stream);
 
 } // namespace flint

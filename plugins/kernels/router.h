@@ -1,4 +1,4 @@
-// The router for many tokens: FP32 logits, then each token's choice.
+// The router of nine tokens and more: FP32 logits, then each token's choice.
 #pragma once
 
 #include "kernels/types.h"
@@ -13,15 +13,25 @@ struct RouterParams {
     bf16 const* x;      ///< [T, H] bf16, each 64 columns in gemmOrder
     void const* weight; ///< [E, H] bf16 or f32
     float* logits;      ///< [T, E] f32
-    int32_t* experts;   ///< [T, 6] i32, by descending logit
-    float* weights;     ///< [T, 6] f32, summing to 1
     bool f32;           ///< type of `weight`
     int tokens;         ///< T
-    int hidden;         ///< H, a multiple of 64
-    int experts_count;  ///< E: 256 or 16
+    int hidden;         ///< H, a multiple of 64; at most 2,048 with up to kSPLIT_TOKENS (gemm.h) tokens
+    int experts;        ///< E, a multiple of 16
+};
+
+/// A logit has the same bits whatever the number of tokens. Up to kSPLIT_TOKENS tokens x is complete when the kernel
+/// calls allowSuccessor(). Returns cudaErrorInvalidValue for a shape outside the limits above.
+cudaError_t launchRouterLogits(RouterParams const& params, cudaStream_t stream);
+
+struct RouterChoiceParams {
+    float const* logits; ///< [T, E] f32
+    int32_t* experts;    ///< [T, 6] i32, by descending logit
+    float* weights;      ///< [T, 6] f32, summing to 1
+    int tokens;          ///< T
+    int experts_count;   ///< E: 256 or 16
 };
 
 /// Returns cudaErrorInvalidValue for a number of experts that has no instance.
-cudaError_t launchRouter(RouterParams const& params, cudaStream_t stream);
+cudaError_t launchRouterChoice(RouterChoiceParams const& params, cudaStream_t stream);
 
 } // namespace flint

@@ -10,11 +10,12 @@ namespace flint {
 template <typename R>
 constexpr int kROUTER_PARTS = sizeof(R) == 4 ? 3 : 1;
 
-/// A lane's 16 columns of rows g and g + 8 of 16 router rows (see panel.cuh), as they stand in memory.
-template <typename R>
+/// A lane's 16 columns of rows g and g + 8 of 16 router rows (see panel.cuh), as they stand in memory. With HALVES = 1
+/// of row g of 8 router rows; then operands of rows g + 8 are zeros.
+template <typename R, int HALVES = 2>
 struct RouterTile {
     static constexpr int kVECTORS = 16 * sizeof(R) / 16; ///< of a row
-    uint4 rows[2][kVECTORS];
+    uint4 rows[HALVES][kVECTORS];
 
     /// `row`, `rowBelow`: to the lane's first column. `read` loads 16 bytes.
     template <typename Read>
@@ -22,7 +23,9 @@ struct RouterTile {
 #pragma unroll
         for (int i = 0; i < kVECTORS; ++i) {
             rows[0][i] = read(reinterpret_cast<uint4 const*>(row) + i);
-            rows[1][i] = read(reinterpret_cast<uint4 const*>(rowBelow) + i);
+            if constexpr (HALVES == 2) {
+                rows[1][i] = read(reinterpret_cast<uint4 const*>(rowBelow) + i);
+            }
         }
     }
 
@@ -46,7 +49,8 @@ struct RouterTile {
                 for (int i = 0; i < 4; ++i) {
                     constexpr int STARTS[4] = {0, 1, 4, 5};
                     int const column = 8 * pair + STARTS[i];
-                    float low = value(half, column), high = value(half, column + 2);
+                    float low = half < HALVES ? value(half, column) : 0.0f;
+                    float high = half < HALVES ? value(half, column + 2) : 0.0f;
 #pragma unroll
                     for (int part = 0; part < kROUTER_PARTS<R>; ++part) {
                         uint32_t const rounded = packBf16(low, high);

@@ -13,72 +13,127 @@ struct Routes {
 
 namespace detail {
 
-/// Unsigned integers in the order of floats.
+/// Unsigned integers in the order of floats; of a NaN the largest, of no float 0.
 __device__ __forceinline__ uint32_t orderedKey(float x) {
     uint32_t const bits = __float_as_uint(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    uint32_t const key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return x != x ? 0xFFFFFFFFu : key;
 }
 
 __device__ __forceinline__ float fromKey(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
+/// N <= 4 keys in descending order, equal ones in the order they came in.
+template <int N>
+struct SortedKeys {
+    uint32_t keys[N];
+    uint32_t places = 0x03020100; ///< byte i: where keys[i] came in
+
+    /// Sort `keys`: only neighbours change places, so that equal ones stay in order.
+    __device__ __forceinline__ void sort() {
+#pragma unroll
+        for (int round = 0; round < N; ++round) {
+#pragma unroll
+            for (int i = round % 2; i + 1 < N; i += 2) {
+                uint32_t const first = keys[i], second = keys[i + 1];
+                keys[i] = max(first, second);
+                keys[i + 1] = min(first, second);
+                uint32_t const swapped = __byte_perm(places, 0, i == 0 ? 0x3201 : i == 1 ? 0x3120 : 0x2310);
+                places = second > first ? swapped : places;
+            }
+        }
+    }
+
+    /// Take the first one away; 0 comes in at the end.
+    __device__ __forceinline__ void pop() {
+#pragma unroll
+        for (int i = 0; i + 1 < N; ++i) {
+            keys[i] = keys[i + 1];
+        }
+        keys[N - 1] = 0;
+        places >>= 8;
+    }
+};
+
 } // namespace detail
 
-/// The logits of one token in a warp: lane l holds experts 32i + l, as keys in the order of floats.
+/// The logits of one token in a warp: kLISTS lists, of each of which lane l holds the kTOGETHER consecutive experts
+/// from kTOGETHER l on.
 template <int E>
-struct RouterKeys {
-    static constexpr int kOWN = (E + kWARP - 1) / kWARP;
-    uint32_t keys[kOWN];
+struct RouterLogits {
+    static constexpr int kTOGETHER = E % (4 * kWARP) == 0 ? 4 : 1;
+    static constexpr int kLIST = kTOGETHER * kWARP; ///< experts of a list
+    static constexpr int kLISTS = (E + kLIST - 1) / kLIST;
+    float values[kLISTS][kTOGETHER];
+
+    static __device__ __forceinline__ int expert(int list, int lane) { return list * kLIST + lane * kTOGETHER; }
 
     /// `logits` [E] f32 in global memory, read past L1.
     __device__ __forceinline__ void load(float const* logits, int lane) {
 #pragma unroll
-        for (int i = 0; i < kOWN; ++i) {
-            int const expert = i * kWARP + lane;
-            keys[i] = expert < E ? detail::orderedKey(__ldcg(logits + expert)) : 0;
+        for (int i = 0; i < kLISTS; ++i) {
+            float const* const source = logits + expert(i, lane);
+            if constexpr (kTOGETHER == 4) {
+                float4 const four = __ldcg(reinterpret_cast<float4 const*>(source));
+                values[i][0] = four.x;
+                values[i][1] = four.y;
+                values[i][2] = four.z;
+                values[i][3] = four.w;
+            } else {
+                values[i][0] = expert(i, lane) < E ? __ldcg(source) : 0.0f;
+            }
+        }
+    }
+};
+
+/// The same as keys in the order of floats, sorted within each lane's part of a list: a choice is one maximum over the
+/// warp and one vote.
+template <int E>
+struct RouterKeys {
+    using Logits = RouterLogits<E>;
+    detail::SortedKeys<Logits::kTOGETHER> lists[Logits::kLISTS];
+
+    __device__ __forceinline__ RouterKeys(Logits const& logits, int lane) {
+#pragma unroll
+        for (int i = 0; i < Logits::kLISTS; ++i) {
+#pragma unroll
+            for (int j = 0; j < Logits::kTOGETHER; ++j) {
+                lists[i].keys[j] = Logits::expert(i, lane) < E ? detail::orderedKey(logits.values[i][j]) : 0;
+            }
+            lists[i].sort();
         }
     }
 
-    /// Take the expert with the largest logit away, ties to the lowest index; every lane gets it and its key.
+    /// Take the expert with the largest logit away, ties to the lowest index; every lane gets it and its key. Not more
+    /// than E times.
     __device__ __forceinline__ int takeBest(int lane, uint32_t& top) {
         uint32_t best = 0;
-        int place = 0;
 #pragma unroll
-        for (int i = 0; i < kOWN; ++i) {
-            if (keys[i] > best) {
-                best = keys[i];
-                place = i;
-            }
+        for (int i = 0; i < Logits::kLISTS; ++i) {
+            best = max(best, lists[i].keys[0]);
         }
         top = __reduce_max_sync(0xFFFFFFFFu, best);
-        unsigned const mine = best == top ? place * kWARP + lane : 0xFFFFFFFFu;
-        unsigned const chosen = __reduce_min_sync(0xFFFFFFFFu, mine);
-#pragma unroll
-        for (int i = 0; i < kOWN; ++i) {
-            if (chosen == static_cast<unsigned>(i * kWARP + lane)) {
-                keys[i] = 0;
-            }
-        }
-        // A NaN's key is the largest, or, if all its bits are ones, 0 like a taken expert's: then expert 0 may come
-        // several times. In range in any case, and the weights will be NaN.
-        return static_cast<int>(min(chosen, unsigned{E - 1}));
-    }
-
-    /// Only the expert of one slot.
-    __device__ __forceinline__ int takeSlot(int lane, int slot) {
+        // The lowest index among equals: the first lane's of those in the first list that has any.
+        unsigned holders = 0;
         int expert = 0;
-        for (int i = 0; i <= slot; ++i) {
-            uint32_t top;
-            expert = takeBest(lane, top);
+#pragma unroll
+        for (int i = 0; i < Logits::kLISTS; ++i) {
+            unsigned const found = __ballot_sync(0xFFFFFFFFu, lists[i].keys[0] == top);
+            expert = holders == 0 ? Logits::expert(i, lane) + static_cast<int>(lists[i].places % 256) : expert;
+            if (holders == 0 && (found & (0u - found)) == 1u << lane) {
+                lists[i].pop();
+            }
+            holders = holders == 0 ? found : holders;
         }
-        return expert;
+        return __shfl_sync(0xFFFFFFFFu, expert, __ffs(holders) - 1);
     }
 };
 
 /// Route one token by one warp; every lane gets the result.
 template <int E>
-__device__ __forceinline__ Routes routeToken(RouterKeys<E> keys, int lane) {
+__device__ __forceinline__ Routes routeToken(RouterLogits<E> const& logits, int lane) {
+    RouterKeys<E> keys(logits, lane);
     Routes routes;
     float total = 0;
 #pragma unroll
@@ -96,10 +151,10 @@ __device__ __forceinline__ Routes routeToken(RouterKeys<E> keys, int lane) {
 }
 
 template <int E>
-__device__ __forceinline__ Routes routeToken(float const* logits, int lane) {
-    RouterKeys<E> keys;
-    keys.load(logits, lane);
-    return routeToken<E>(keys, lane);
+__device__ __forceinline__ Routes routeToken(float const* source, int lane) {
+    RouterLogits<E> logits;
+    logits.load(source, lane);
+    return routeToken<E>(logits, lane);
 }
 
 /// The routing of a step of up to TOKENS tokens. A pair is token * kTOP_K + slot.
@@ -114,9 +169,9 @@ struct StepRoutes {
 };
 
 /// Route up to TOKENS tokens into shared memory, by a whole block of at least as many warps, whose i-th has token i's
-/// `keys`. `first` is scratch. Ends with a barrier.
+/// `logits`. `first` is scratch. Ends with a barrier.
 template <int E, int TOKENS>
-__device__ __forceinline__ void routeStep(RouterKeys<E> const& keys, int tokens, StepRoutes<TOKENS>& routes,
+__device__ __forceinline__ void routeStep(RouterLogits<E> const& logits, int tokens, StepRoutes<TOKENS>& routes,
                                           int (&first)[E]) {
     constexpr int PAIRS = StepRoutes<TOKENS>::kPAIRS;
     static_assert(PAIRS > kWARP && PAIRS <= 2 * kWARP);
@@ -129,7 +184,7 @@ __device__ __forceinline__ void routeStep(RouterKeys<E> const& keys, int tokens,
     }
     __syncthreads();
     if (warp < tokens) {
-        Routes const mine = routeToken<E>(keys, lane);
+        Routes const mine = routeToken<E>(logits, lane);
 #pragma unroll
         for (int slot = 0; slot < kTOP_K; ++slot) {
             if (lane == slot) {

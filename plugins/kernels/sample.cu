@@ -277,20 +277,8 @@ cudaError_t launchGroups(SampleParams const& params, Groups const& groups, cudaS
 
 cudaError_t launchDraw(SampleParams const& params, Groups const& groups, cudaStream_t stream) {
     int const ranks = clusterSize(params.rows);
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = ranks;
-    attributes[1].val.clusterDim.y = 1;
-    attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(params.rows * ranks));
-    config.blockDim = dim3(kTHREADS);
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, sampleDrawKernel, params, groups, ranks);
+    dim3 const grid(static_cast<unsigned>(params.rows * ranks));
+    return launchCluster(sampleDrawKernel, grid, dim3(kTHREADS), ranks, 0, stream, params, groups, ranks);
 }
 
 } // namespace

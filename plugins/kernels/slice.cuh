@@ -34,31 +34,33 @@ struct Slice {
     template <int K>
     __device__ __forceinline__ void load(uint8_t const* panel, int part, int lane) {
         static_assert(TILES == Split<F, K>::kTILES);
+        // One address and constant offsets from it: where the panel depends on a choice, each load would else wait for
+        // an address of its own.
+        uint8_t const* const tiles = panel + part * (TILES * (kPACKED ? 512 : 2048)) + lane * 16;
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-            int const tile = part * TILES + i;
             if constexpr (kPACKED) {
-                data[i][0] = loadStreaming(panel + tile * 512 + lane * 16);
+                data[i][0] = loadStreaming(tiles + i * 512);
             } else {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    data[i][j] = loadStreaming(panel + tile * 2048 + j * 512 + lane * 16);
+                    data[i][j] = loadStreaming(tiles + i * 2048 + j * 512);
                 }
             }
         }
         if constexpr (kPACKED) {
             constexpr int GROUP = scaleGroup(K / kTILE_COLUMNS);
             static_assert(TILES % GROUP == 0);
+            // A group holds, per lane, two bytes for each of its tiles.
+            uint8_t const* const groups = panel + 8 * K + part * (TILES * 64) + lane * (2 * GROUP);
 #pragma unroll
             for (int i = 0; i < TILES; i += GROUP) {
-                // A group holds, per lane, two bytes for each of its tiles.
-                uint8_t const* const source = panel + 8 * K + (part * TILES + i) * 64 + lane * (2 * GROUP);
                 if constexpr (GROUP == 4) {
-                    loadStreaming8(source, scales[i / 2], scales[i / 2 + 1]);
+                    loadStreaming8(groups + i * 64, scales[i / 2], scales[i / 2 + 1]);
                 } else if constexpr (GROUP == 2) {
-                    scales[i / 2] = loadNow4(source);
+                    scales[i / 2] = loadNow4(groups + i * 64);
                 } else {
-                    scales[i / 2] = loadNow2(source);
+                    scales[i / 2] = loadNow2(groups + i * 64);
                 }
             }
         }
@@ -185,24 +187,28 @@ template <WeightFormat F, int K>
 using SliceOf = Slice<F, Split<F, K>::kTILES>;
 
 /// Activations in shared memory, ordered: [K / 64 tiles][2 halves][TOKENS][4 lanes t][8 values]. 16-byte reads of a
-/// warp are contiguous.
+/// warp are contiguous. One token stands in every column of the product, which costs nothing: nobody reads the other
+/// ones.
 template <int TOKENS>
 struct SharedX {
     uint4 const* base;
     int lane;
 
     __device__ __forceinline__ uint4 operator()(int tile, int half, int group) const {
-        int const token = group * kDECODE_TOKENS + lane / 4;
-        if (TOKENS == 1 && token != 0) {
-            return make_uint4(0, 0, 0, 0);
-        }
+        int const token = TOKENS == 1 ? 0 : group * kDECODE_TOKENS + lane / 4;
         return base[((tile * 2 + half) * TOKENS + token) * 4 + lane % 4];
     }
 
-    /// Index, in 32-bit words, of the pair that holds columns (c, c + 2) of token `token`; c % 4 < 2.
-    static __device__ __forceinline__ int word(int token, int column) {
-        int const place = activationOrder(column % 16);
-        return (((column / 64 * 2 + place / 8) * TOKENS + token) * 4 + column % 64 / 16) * 4 + place % 8 / 2;
+    /// Put 8 columns from `column` on, a multiple of 8, of token `token` in place: pairs (c, c + 2) of the columns
+    /// c = 0, 1, 4, 5 among them, which are at places 0, 4, 8, 12 of a lane's 16 values (+ 2 in the far 8 columns), see
+    /// activationOrder.
+    static __device__ __forceinline__ void store(uint32_t* x, unsigned token, unsigned column, uint4 pairs) {
+        unsigned const tile = column / kTILE_COLUMNS, t = column % kTILE_COLUMNS / 16, far = column % 16 / 8;
+        uint32_t* const near = x + ((tile * 2 * TOKENS + token) * 4 + t) * 4 + far;
+        near[0] = pairs.x;
+        near[2] = pairs.y;
+        near[TOKENS * 16] = pairs.z;
+        near[TOKENS * 16 + 2] = pairs.w;
     }
 
     static constexpr int bytes(int columns) { return columns * TOKENS * 2; }
@@ -236,7 +242,8 @@ struct RowX {
 
 /// A warp's share of the activations, brought from global to the warp's own shared memory by loads that are all under
 /// way together. (Loads straight into operand registers end up one by one just before their uses: the assembler saves
-/// registers. And one token would leave seven eighths of the lanes idle.) Layout as SharedX, for TILES tiles.
+/// registers. And one token would leave seven eighths of the lanes idle.) Layout and columns as SharedX, for TILES
+/// tiles.
 template <int TILES, int TOKENS>
 struct StagedX {
     static constexpr int kVECTORS = TILES * 2 * TOKENS * 4; ///< 16-byte vectors of shared memory a warp
@@ -245,42 +252,67 @@ struct StagedX {
     int part;    ///< the share
     int lane;
 
-    /// Stage rows [K] of `tokens` tokens; `row(token)` points to one, nullptr reads as zeros. ORDERED: each 16 columns
-    /// in activationOrder; else in plain order.
+    /// Stage rows [K] of `tokens` tokens; `row(token)` points to one. TOKENS > 1: the other ones are zeros. ORDERED:
+    /// each 16 columns in activationOrder; else in plain order.
     template <bool ORDERED, typename Row>
     __device__ __forceinline__ void stage(int tokens, Row const& row) const {
-        int const tile = lane / 4, t = lane % 4;
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
             bf16 const* const source = token < tokens ? row(token) : nullptr;
-            uint4 near = make_uint4(0, 0, 0, 0), far = near;
-            if (source != nullptr && tile < TILES) {
-                near = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16);
-                far = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16 + 8);
-            }
-            if constexpr (!ORDERED) {
-                // Half h needs columns 4h .. 4h + 3 and 8 + 4h .. 8 + 4h + 3, as pairs (c, c + 2), (c + 8, c + 10),
-                // then the same of c + 1.
-                uint4 const a = near, b = far;
-                near = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(b.x, b.y, 0x5410),
-                                  __byte_perm(a.x, a.y, 0x7632), __byte_perm(b.x, b.y, 0x7632));
-                far = make_uint4(__byte_perm(a.z, a.w, 0x5410), __byte_perm(b.z, b.w, 0x5410),
-                                 __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.z, b.w, 0x7632));
-            }
-            if (tile < TILES) {
-                base[((tile * 2 + 0) * TOKENS + token) * 4 + t] = near;
-                base[((tile * 2 + 1) * TOKENS + token) * 4 + t] = far;
+            if constexpr (ORDERED) {
+                stageOrdered(token, source);
+            } else {
+                stagePlain(token, source);
             }
         }
         __syncwarp();
     }
 
     __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
-        int const token = lane / 4;
-        if (TOKENS == 1 && token != 0) {
-            return make_uint4(0, 0, 0, 0);
+        return base[place(tile - part * TILES, half, TOKENS == 1 ? 0 : lane / 4, lane % 4)];
+    }
+
+  private:
+    static __device__ __forceinline__ int place(int tile, int half, int token, int t) {
+        return ((tile * 2 + half) * TOKENS + token) * 4 + t;
+    }
+
+    /// Neighbours read neighbouring vectors, [tile][t][half], so that a load needs few lines, and each once.
+    __device__ __forceinline__ void stageOrdered(int token, bf16 const* source) const {
+        constexpr int VECTORS = TILES * 8;
+        auto const* const mine = reinterpret_cast<uint4 const*>(source) + part * VECTORS + lane;
+        uint4 values[(VECTORS + kWARP - 1) / kWARP];
+#pragma unroll
+        for (int i = 0; i * kWARP < VECTORS; ++i) {
+            bool const exists = (TOKENS == 1 || source != nullptr) && i * kWARP + lane < VECTORS;
+            values[i] = exists ? loadPastL1(mine + i * kWARP) : make_uint4(0, 0, 0, 0);
         }
-        return base[(((tile - part * TILES) * 2 + half) * TOKENS + token) * 4 + lane % 4];
+#pragma unroll
+        for (int i = 0; i * kWARP < VECTORS; ++i) {
+            int const v = i * kWARP + lane;
+            if (v < VECTORS) {
+                base[place(v / 8, v % 2, token, v % 8 / 2)] = values[i];
+            }
+        }
+    }
+
+    /// A lane reads the 16 columns that it puts in order.
+    __device__ __forceinline__ void stagePlain(int token, bf16 const* source) const {
+        int const tile = lane / 4, t = lane % 4;
+        if (tile >= TILES) {
+            return;
+        }
+        uint4 a = make_uint4(0, 0, 0, 0), b = a;
+        if (TOKENS == 1 || source != nullptr) {
+            a = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16);
+            b = loadNow16(source + (part * TILES + tile) * kTILE_COLUMNS + t * 16 + 8);
+        }
+        // Half h needs columns 4h .. 4h + 3 and 8 + 4h .. 8 + 4h + 3, as pairs (c, c + 2), (c + 8, c + 10), then the
+        // same of c + 1.
+        base[place(tile, 0, token, t)] = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(b.x, b.y, 0x5410),
+                                                    __byte_perm(a.x, a.y, 0x7632), __byte_perm(b.x, b.y, 0x7632));
+        base[place(tile, 1, token, t)] = make_uint4(__byte_perm(a.z, a.w, 0x5410), __byte_perm(b.z, b.w, 0x5410),
+                                                    __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.z, b.w, 0x7632));
     }
 };
 

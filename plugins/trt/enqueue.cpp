@@ -14,6 +14,7 @@ std::pair<std::string_view, Kernel> const kKERNELS[] = {
     {"LmHead", {enqueueLmHead, nullptr}},
     {"NormMlp", {enqueueNormMlp, normMlpWorkspace}},
     {"NormMoe", {enqueueNormMoe, normMoeWorkspace}},
+    {"NormQkvAttention", {enqueueNormQkvAttention, normQkvAttentionWorkspace}},
     {"NormQkvRope", {enqueueNormQkvRope, normQkvRopeWorkspace}},
     {"Sample", {enqueueSample, sampleWorkspace}},
     {"SinkAttention", {enqueueSinkAttention, sinkAttentionWorkspace}},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from flint_plugins.layout import LAYOUT_VERSION
 from flint_runtime.errors import EngineError
-from flint_runtime.manifest import FORMAT_VERSION, LIBRARY_NAME, MANIFEST_NAME, FileEntry, Manifest, Phase
+from flint_runtime.manifest import LIBRARY_NAME, MANIFEST_NAME, READABLE_FORMATS, FileEntry, Manifest, Phase
 
 UNFINISHED_SUFFIX = ".building"
 """Ends the name of a build's working directory, which is never an engine."""
@@ -106,19 +106,23 @@ def read_manifest(directory: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise EngineError(
-            f"{path} is not an engine manifest of format {FORMAT_VERSION}: {where}: {first['msg']}. "
+            f"{path} is not an engine manifest of format {_listed(READABLE_FORMATS)}: {where}: {first['msg']}. "
             "Rebuild the engine with this version."
         ) from None
-    for name, found, wanted in (
-        ("engine format", manifest.format_version, FORMAT_VERSION),
-        ("weight layout", manifest.layout_version, LAYOUT_VERSION),
+    for name, found, readable in (
+        ("engine format", manifest.format_version, READABLE_FORMATS),
+        ("weight layout", manifest.layout_version, (LAYOUT_VERSION,)),
     ):
-        if found != wanted:
+        if found not in readable:
             raise EngineError(
                 f"Engine {directory} has {name} {found}, written by {manifest.generator}; this version reads "
-                f"{name} {wanted}. Rebuild the engine."
+                f"{name} {_listed(readable)}. Rebuild the engine."
             )
     return manifest
+
+
+def _listed(versions: Iterable[int]) -> str:
+    return " or ".join(map(str, versions))
 
 
 def size_problem(directory: Path, entry: FileEntry) -> str | None:

@@ -36,11 +36,14 @@ def describe(engine: Engine) -> dict[str, Any]:
 
 
 def library_problem(engine: Engine) -> str | None:
-    """What is wrong with the engine's plugin library, or None: it must load and be the version the engine wants."""
+    """What is wrong with the engine's plugin library, or None: it must load and be the version the engine wants.
+
+    Its ops are those of the version that built the engine, perhaps fewer than this version's.
+    """
     manifest = engine.manifest
     try:
         info = check_library(
-            engine.library_path, version=manifest.plugins_version, layout_version=manifest.layout_version
+            engine.library_path, version=manifest.plugins_version, layout_version=manifest.layout_version, ops=()
         )
     except LibraryError as error:
         return str(error)

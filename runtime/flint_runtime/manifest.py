@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict
 
 from flint_runtime.config import ModelConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""That the builder writes. From format 2 on decode graphs have NormQkvAttention for NormQkvRope and SinkAttention."""
+READABLE_FORMATS = (1, FORMAT_VERSION)
 MANIFEST_NAME = "engine.json"
 LIBRARY_NAME = "libflint_plugins.so"
 

@@ -13,6 +13,8 @@ MAX_ELEMENTS = 2**31 - 1
 """Of one tensor: TensorRT counts them in 32 bits, and the kernels may, too."""
 
 _BF16_BYTES = 2
+_SPLITS, _MOST_SPLITS = 768, 128
+"""Splits of a prefill step's keys: blocks in all, and of a query."""
 _RESERVED_BYTES = 600 << 20
 """CUDA context, modules and allocator slack."""
 
@@ -95,7 +97,8 @@ class MemoryPlan:
 
         A layer's nodes have delta and residual in and out. NormQkvRope holds normed rows, the raw projection and q;
         NormMlp normed rows and activations; NormMoe normed rows, the shared expert's activations and output, logits
-        and, per chosen expert, an activation and an output. The LM head has its inputs and the FP32 logits.
+        and, per chosen expert, an activation and an output. SinkAttention has partial results, for at most so many
+        splits of 16 rows as its kernels make (`attention.h`). The LM head has its inputs and the FP32 logits.
         """
         c, limits = self.config, self.limits
         hidden, chosen, kv_heads = c.hidden_size, c.num_experts_per_tok, c.num_key_value_heads
@@ -103,8 +106,11 @@ class MemoryPlan:
         mlp = hidden + c.intermediate_size
         moe = 2 * hidden + c.shared_expert_intermediate_size + chosen * (c.moe_intermediate_size + hidden)
         layer = 4 * hidden + max(qkv, mlp, moe + 2 * c.num_experts)
+        queries = c.num_attention_heads * limits.prefill_chunk
+        results = min(_SPLITS * 16 * c.num_attention_heads // kv_heads, queries * _MOST_SPLITS)
+        attention = 2 * (hidden + queries * c.head_dim) * _BF16_BYTES + results * (c.head_dim + 2) * 4
         head = 2 * hidden * limits.prefill_chunk * _BF16_BYTES + limits.logits_rows * c.vocab_size * 4
-        return max(layer * limits.prefill_chunk * _BF16_BYTES, head)
+        return max(layer * limits.prefill_chunk * _BF16_BYTES, attention, head)
 
     @property
     def sampling_bytes(self) -> int:

@@ -258,6 +258,7 @@ def measure(args: argparse.Namespace, tb_s: float, tflop_s: float) -> Iterator[R
     if args.ops:
         for weights in args.weights:
             yield from ops.products(weights)
+            yield from ops.decode_attention(weights)
         yield from ops.attention()
     if args.sample:
         yield from map(ops.sample, (1, 8, 64))

@@ -16,7 +16,7 @@ from flint_runtime.manifest import WeightFormat, ring_tokens
 from tests.bench import costs
 from tests.bench.costs import Cost
 from tests.bench.report import Record
-from tests.gpu.inputs import node_inputs, node_weights, normal
+from tests.gpu.inputs import EPS, node_inputs, node_weights, normal, rope_table, stream
 from tests.gpu.ops import Timing, time_op
 from tests.shapes import FLINT
 
@@ -71,6 +71,26 @@ class OpBench:
         yield self._attention("sliding", "prefill", 1, 0, CHUNK)
         for tokens in SMALL_CHUNKS:
             yield self._attention("full", "prefill", 1, 100_000 - tokens, tokens)
+
+    def decode_attention(self, weights: WeightFormat) -> Iterator[Record]:
+        """NormQkvAttention, one token a sequence, over contexts and batches."""
+        for batch, contexts in ((1, CONTEXTS), (8, CONTEXTS[:3])):
+            for context in contexts:
+                yield self._decode_attention(weights, "full", batch, context)
+            yield self._decode_attention(weights, "sliding", batch, CONTEXTS[0])
+
+    def _decode_attention(self, weights: WeightFormat, kind: str, batch: int, context: int) -> Record:
+        cost = costs.qkv(batch, weights) + costs.attention(context - 1, 1, kind == "sliding") * batch
+        sets = [_decode_inputs(weights, kind, batch, context) for _ in range(_count(cost))]
+        fields: dict[str, FieldValue] = {
+            "weights": weights, "eps": EPS, "has_residual": 1, "attention": kind,
+            "window": FLINT.sliding_window if kind == "sliding" else 0, "num_heads": FLINT.num_attention_heads,
+            "num_kv_heads": FLINT.num_key_value_heads, "head_dim": FLINT.head_dim,
+        }  # fmt: skip
+        timing = time_op("NormQkvAttention", fields, sets)
+        del sets
+        torch.cuda.empty_cache()
+        return self._record("op:NormQkvAttention", weights, timing, cost, batch, context, batch, kind)
 
     def _attention(self, kind: str, phase: str, batch: int, start: int, new: int) -> Record:
         cost = costs.attention(start, new, kind == "sliding") * batch
@@ -153,6 +173,15 @@ def _attention_inputs(kind: str, phase: str, batch: int, start: int, new: int) -
     inputs["kv_pool"] = normal(batch, kv_heads, 2, ring_tokens(FLINT.sliding_window), dim, device="cuda")
     if phase == "prefill":
         inputs["fresh_kv"] = normal(tokens, 2, kv_heads, dim, device="cuda")
+    return inputs
+
+
+def _decode_inputs(weights: WeightFormat, kind: str, batch: int, context: int) -> Inputs:
+    inputs = _attention_inputs(kind, "decode", batch, context - 1, 1)
+    del inputs["q"]
+    inputs |= node_weights("NormQkvRope", weights, _SHAPE, 0, "cuda") | stream(batch, FLINT.hidden_size, "cuda")
+    if kind == "sliding":
+        inputs["rope"] = rope_table(context, "cuda")
     return inputs
 
 

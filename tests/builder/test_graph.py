@@ -91,24 +91,41 @@ def test_the_step_and_sampling_states_are_inputs(phase: Phase) -> None:
 
 
 def test_attention_reads_what_the_projection_wrote() -> None:
-    """K/V written in a step are seen in it: the pool (or fresh_kv) passes from NormQkvRope to SinkAttention."""
-    for phase in PHASES:
-        nodes = {n.name: n for n in export(NANO, "bf16", phase).graph.node}
-        for layer in range(NANO.num_hidden_layers):
-            qkv, core = nodes[f"layers.{layer}.attn.qkv"], nodes[f"layers.{layer}.attn.core"]
-            passed = set(qkv.output) & set(core.input)
-            if phase == "prefill" and not NANO.is_full(layer):
-                assert passed == {f"layers.{layer}.attn.qkv.q", f"layers.{layer}.attn.qkv.fresh_kv"}
-                assert f"kv.{layer}" in core.input and f"kv.{layer}.out" in core.output
-            else:
-                assert passed == {f"layers.{layer}.attn.qkv.q", f"kv.{layer}.out"}
+    """K/V written in a prefill step are seen in it: the pool (or fresh_kv) passes from NormQkvRope to SinkAttention."""
+    nodes = {n.name: n for n in export(NANO, "bf16", "prefill").graph.node}
+    for layer in range(NANO.num_hidden_layers):
+        qkv, core = nodes[f"layers.{layer}.attn.qkv"], nodes[f"layers.{layer}.attn.core"]
+        passed = set(qkv.output) & set(core.input)
+        if NANO.is_full(layer):
+            assert passed == {f"layers.{layer}.attn.qkv.q", f"kv.{layer}.out"}
+        else:
+            assert passed == {f"layers.{layer}.attn.qkv.q", f"layers.{layer}.attn.qkv.fresh_kv"}
+            assert f"kv.{layer}" in core.input and f"kv.{layer}.out" in core.output
 
 
-def test_rope_only_on_sliding_layers() -> None:
-    for node in export(FLINT, "nvfp4", "decode").graph.node:
-        if node.op_type == "NormQkvRope":
-            layer = int(node.name.split(".")[1])
-            assert ("rope" in node.input) == (layer not in FLINT.full_layers)
+def test_decode_attends_in_one_node() -> None:
+    """From the residual stream to the output projection's input; the window only where the layer is sliding."""
+    nodes = export(NANO, "bf16", "decode").graph.node
+    assert not {"NormQkvRope", "SinkAttention"} & {node.op_type for node in nodes}
+    cores = [node for node in nodes if node.op_type == "NormQkvAttention"]
+    assert [node.name for node in cores] == [f"layers.{layer}.attn.core" for layer in range(NANO.num_hidden_layers)]
+    readers = {name: node for node in nodes for name in node.input}
+    for layer, core in enumerate(cores):
+        assert f"kv.{layer}" in core.input and f"kv.{layer}.out" in core.output
+        assert readers[core.output[0]].name == f"layers.{layer}.attn.out"
+        fields = node_fields(core)
+        assert fields["has_residual"] == int(layer > 0)
+        assert fields["window"] == (0 if NANO.is_full(layer) else NANO.sliding_window)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_rope_only_on_sliding_layers(phase: Phase) -> None:
+    layers = []
+    for node in export(FLINT, "nvfp4", phase).graph.node:
+        if node.op_type in ("NormQkvRope", "NormQkvAttention"):
+            layers.append(int(node.name.split(".")[1]))
+            assert ("rope" in node.input) == (layers[-1] not in FLINT.full_layers)
+    assert layers == list(range(FLINT.num_hidden_layers))
 
 
 def test_profile_covers_limits() -> None:
@@ -127,6 +144,6 @@ def test_profile_covers_limits() -> None:
 
 def test_full_size_export_is_fast() -> None:
     started = time.monotonic()
-    model = export(FLINT, "nvfp4", "decode")
-    assert time.monotonic() - started < 5
-    assert len(model.graph.node) == 49 * 4 + 3
+    nodes = {phase: len(export(FLINT, "nvfp4", phase).graph.node) for phase in PHASES}
+    assert time.monotonic() - started < 10
+    assert nodes == {"prefill": 49 * 4 + 3, "decode": 49 * 3 + 3}

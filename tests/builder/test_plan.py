@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -122,24 +123,29 @@ def test_tensorrt_builds_only_for_the_gpu_that_is_present(monkeypatch: pytest.Mo
 
 
 def test_aliased_pools_chain_through_layers_and_are_outputs(build: Callable[..., bytes]) -> None:
-    """kv_pool -> NormQkvRope -> kv_pool_out, which SinkAttention reads and the graph returns; both kinds of layer."""
+    """kv_pool -> NormQkvRope -> kv_pool_out, which SinkAttention reads, or kv_pool -> NormQkvAttention -> kv_pool_out.
+
+    The graph returns kv_pool_out; both kinds of layer.
+    """
     inputs: dict[str, Binding] = {}
     nodes, outputs = [], []
-    for layer, attention in enumerate(["full", "sliding"]):
-        common: dict[str, Any] = {"attention": attention, "phase": "decode", "num_kv_heads": 2}
-        qkv = common | {"weights": "nvfp4", "eps": 1e-6, "has_residual": 0, "num_heads": 4, "head_dim": 64}
-        attend = common | {"window": 33 * layer}
+    parts = ("NormQkvRope", "SinkAttention")
+    for layer, (attention, ops) in enumerate(itertools.product(("full", "sliding"), (parts, ("NormQkvAttention",)))):
+        values: dict[str, FieldValue] = {
+            "attention": attention, "phase": "decode", "num_kv_heads": 2, "window": 33 if attention == "sliding" else 0,
+            "weights": "nvfp4", "eps": 1e-6, "has_residual": 0, "num_heads": 4, "head_dim": 64,
+        }  # fmt: skip
         produced = {name: f"{name}.{layer}" for name in ("q", "kv_pool_out", "out")}
-        for name, fields, renamed in (
-            ("NormQkvRope", qkv, {"kv_pool": f"kv_pool.{layer}"}),
-            ("SinkAttention", attend, {"q": produced["q"], "kv_pool": produced["kv_pool_out"]}),
-        ):
+        renamed = {"q": produced["q"], "kv_pool": f"kv_pool.{layer}"}
+        for name in ops:
             op = OPS[name]
+            fields = {field.name: values[field.name] for field in op.fields}
             names = [renamed.get(b.name, b.name) for b in op.node_inputs(fields)]
             inputs |= {n: b for n, b in zip(names, op.node_inputs(fields), strict=True) if n not in produced.values()}
             results = [produced[b.name] for b in op.node_outputs(fields)]
-            attributes = fields | {"plugin_version": VERSION, "plugin_namespace": DOMAIN}
+            attributes: dict[str, Any] = {**fields, "plugin_version": VERSION, "plugin_namespace": DOMAIN}
             nodes.append(helper.make_node(name, names, results, name=f"{layer}.{name}", domain=DOMAIN, **attributes))
+            renamed["kv_pool"] = produced["kv_pool_out"]
         outputs += [
             helper.make_tensor_value_info(produced[n], ONNX_TYPES["bf16"], None) for n in ("kv_pool_out", "out")
         ]
@@ -149,7 +155,7 @@ def test_aliased_pools_chain_through_layers_and_are_outputs(build: Callable[...,
     assert build(serialize(nodes, infos, outputs), profiles=profiles, on_message=lambda _, text: messages.append(text))
     # No layer of the engine copies a pool.
     layers = next(text for text in messages if text.startswith("Engine Layer Information")).splitlines()
-    assert any("0.NormQkvRope" in line for line in layers)
+    assert all(any(node in line for line in layers) for node in ("0.NormQkvRope", "1.NormQkvAttention"))
     assert not [line for line in layers if "kv_pool" in line and "Copy" in line.split(",")[0]]
 
 

@@ -301,6 +301,54 @@ def test_a_window_that_is_split(window: int) -> None:
     make_case("sliding", "decode", [(1999, 1), (6000, 1)], window=window, ring=ring).check()
 
 
+def test_windows_that_leave_blocks_of_a_cluster_without_keys() -> None:
+    """Up to 16 tokens, one a sequence: blocks of a cluster share a window by chunks of 16 keys, and some have none."""
+    lengths = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 130)
+    for length in lengths:
+        make_case("sliding", "decode", [(length - 1, 1)], sink=6.0).check()
+    make_case("sliding", "decode", [(length - 1, 1) for length in lengths]).check()
+
+
+@pytest.mark.parametrize("ring", [RING, RING + 1, RING + 5, RING + 16])
+def test_wrapped_rings_with_the_new_key_anywhere_in_its_chunk(ring: int) -> None:
+    """A step's own key is read later than the rest of its chunk; rings end within a chunk or between two."""
+    for length in range(1050, 1066):
+        make_case("sliding", "decode", [(length - 1, 1)], ring=ring, needle=0).check()
+    make_case("sliding", "decode", [(1049 + i, 1) for i in range(16)], ring=ring).check()
+
+
+@pytest.mark.parametrize("window", [560, 561, 562])
+def test_windows_around_the_widest_that_a_cluster_holds(window: int) -> None:
+    """A window that begins with the last key of a chunk has the most chunks."""
+    ring = -(-(window + 7) // 16) * 16
+    make_case("sliding", "decode", [(1984 + i, 1) for i in range(16)], window=window, ring=ring).check()
+
+
+def test_windows_in_steps_of_as_many_tokens_as_sequences() -> None:
+    """Rows of padding, sequences without rows, and such as have several: each row has its own cluster."""
+    make_case("sliding", "decode", [(700, 1), (900, 0), (0, 1), (1100, 1)], padding=1).check()
+    make_case("sliding", "decode", [(700, 3), (0, 0), (900, 0)]).check()
+    make_case("sliding", "decode", [(0, 0), (1200, 8), (0, 2), *[(5, 0)] * 10], padding=3).check()
+    make_case("sliding", "decode", [(1020, 8), *[(0, 0)] * 7], window=3, ring=37).check()
+
+
+def test_bits_of_windows_are_the_same_on_repeat_and_alone() -> None:
+    """Of steps of as many tokens as sequences."""
+    case = make_case("sliding", "decode", [((7919 * b) % 1500, 1) for b in range(16)])
+    out = case.check()
+    for _ in range(3):
+        assert torch.equal(case.run(), out)
+    for b in range(16):
+        assert torch.equal(alone(case, b, 1), out[case.rows(b)]), case.parts[b]
+
+
+def test_windows_in_a_graph() -> None:
+    """The launch of clusters, overlapping its predecessor, gives in a replayed CUDA graph what it gives by itself."""
+    case = make_case("sliding", "decode", [(700, 1), (20, 1), (0, 1)])
+    out = run_op("SinkAttention", case.fields, case.inputs, use_graph=True)["out"]
+    assert torch.equal(out, case.check())
+
+
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("length", [512, 513, 514, 515, 1024, 1026, 1030, 2000])
 def test_a_needle_at_the_window_edge(phase: str, length: int) -> None:
@@ -354,15 +402,16 @@ def test_prefill_of_a_ragged_batch_behind_many_keys() -> None:
 
 
 def alone(case: Case, b: int, tokens: int) -> Tensor:
-    """One sequence of a full layer's step in a step of its own of so many tokens, the others padding; its rows' out."""
+    """One sequence in a step of its own of so many tokens, the others padding; its rows' out."""
     rows, inputs = case.rows(b), dict(case.inputs)
     count = rows.stop - rows.start
     for name in ("q", "positions"):
         own = inputs[name][rows]
         inputs[name] = torch.cat([own, own.new_zeros(tokens - count, *own.shape[1:])])
     inputs["query_start"] = inputs["query_start"].new_tensor([0, count])
-    for name in ("seq_lens", "page_table"):
-        inputs[name] = inputs[name][b : b + 1].contiguous()
+    for name in ("seq_lens", "page_table", "ring_slot"):
+        if name in inputs:
+            inputs[name] = inputs[name][b : b + 1].contiguous()
     return run(case.fields, inputs)[:count]
 
 

@@ -6,7 +6,7 @@ experts are in test_wide_ops. Values are the reference's; how far a kernel may b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tests.gpu.inputs import EPS, FORMATS
 from tests.gpu.ops import run_op
 from tests.gpu.test_gemm import normal, packed, run, stream
 
+DEVICE = "cuda"
 TOKENS = (1, 2, 3, 7, 8, 9, 33, 64)
 FLINT = {"hidden": 2048, "heads": 32, "kv_heads": 4, "dense": 6144, "moe": 512, "shared": 1024}
 NANO = {"hidden": 128, "heads": 16, "kv_heads": 2, "dense": 256, "moe": 64, "shared": 64}
@@ -34,7 +35,7 @@ def reference(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor])
 
 def allowed(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The oracle's allowance of each output."""
-    device = {name: tensor.cuda() for name, tensor in inputs.items()}
+    device = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
     return {name: expected.allowed for name, expected in oracle.OPS[op](fields, device).items()}
 
 
@@ -106,11 +107,32 @@ def test_lm_head(rows: int, shape: str, fmt: str) -> None:
     compare("LmHead", fields, inputs)
 
 
+def qkv_weights(s: dict[str, int], fmt: str, generator: np.random.Generator) -> dict[str, Tensor]:
+    inputs = packed("qkv", fmt, ((s["heads"] + 2 * s["kv_heads"]) * 128, s["hidden"]), (3,), generator)
+    for name in ("q_norm", "k_norm"):
+        inputs[name] = torch.from_numpy(generator.uniform(0.5, 1.5, 128).astype(np.float32))
+    return inputs
+
+
 def qkv_case(
-    s: dict[str, int], fmt: str, lengths: list[int], starts: list[int], attention: str, phase: str, first: bool
+    s: dict[str, int],
+    fmt: str,
+    lengths: list[int],
+    starts: list[int],
+    attention: str,
+    phase: str,
+    first: bool,
+    padding: int = 2,
+    ring: int = 528,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, FieldValue], dict[str, Tensor]]:
-    """A ragged batch: sequence b writes `lengths[b]` tokens from position `starts[b]` on; two padding rows behind."""
-    generator, tokens = np.random.default_rng(sum(lengths)), sum(lengths) + 2
+    """A ragged batch: sequence b writes `lengths[b]` tokens from position `starts[b]` on; padding rows behind.
+
+    Args:
+        ring: tokens of a ring.
+        weights: of `qkv_weights`, to use again.
+    """
+    generator, tokens = np.random.default_rng(sum(lengths)), sum(lengths) + padding
     hidden, heads, kv_heads = s["hidden"], s["heads"], s["kv_heads"]
     fields: dict[str, FieldValue] = {
         "weights": fmt, "eps": EPS, "has_residual": int(not first), "attention": attention, "phase": phase,
@@ -119,11 +141,9 @@ def qkv_case(
     inputs: dict[str, Any] = stream(tokens, hidden, generator)
     if first:
         del inputs["residual"]
-    inputs |= packed("qkv", fmt, ((heads + 2 * kv_heads) * 128, hidden), (3,), generator)
-    for name in ("q_norm", "k_norm"):
-        inputs[name] = torch.from_numpy(generator.uniform(0.5, 1.5, 128).astype(np.float32))
-    positions = [start + i for start, n in zip(starts, lengths, strict=True) for i in range(n)] + [0, 0]
-    longest = max(positions) + 1
+    inputs |= qkv_weights(s, fmt, generator) if weights is None else weights
+    positions = [start + i for start, n in zip(starts, lengths, strict=True) for i in range(n)] + [0] * padding
+    longest = max(start + n for start, n in zip(starts, lengths, strict=True))
     inputs["positions"] = torch.tensor(positions, dtype=torch.int32)
     angles = np.arange(longest)[:, None] * 10000.0 ** (-np.arange(64) / 64)
     pages = -(-longest // 64)
@@ -140,7 +160,7 @@ def qkv_case(
         inputs["kv_pool"] = torch.full((batch * pages, kv_heads, 2, 64, 128), nan, dtype=torch.bfloat16)
     elif phase == "decode":
         inputs["ring_slot"] = torch.from_numpy(generator.permutation(batch).astype(np.int32))
-        inputs["kv_pool"] = torch.full((batch, kv_heads, 2, 528, 128), nan, dtype=torch.bfloat16)
+        inputs["kv_pool"] = torch.full((batch, kv_heads, 2, ring, 128), nan, dtype=torch.bfloat16)
     return fields, inputs
 
 
@@ -149,20 +169,24 @@ def qkv_case(
 @pytest.mark.parametrize("attention", ["full", "sliding"])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("lengths", "starts"),
+    ("lengths", "starts", "padding"),
     [
-        ([1], [0]),
-        ([1], [513]),
-        ([1, 2, 3], [63, 527, 1000]),
-        ([6], [61]),
-        ([20, 1, 9], [0, 64, 500]),
-        ([1] * 62, range(62)),
+        ([1], [0], 0),
+        ([1], [513], 0),
+        ([1, 1], [63, 700], 0),
+        ([1], [513], 2),
+        ([1, 2, 3], [63, 527, 1000], 2),
+        ([6], [61], 2),
+        ([20, 1, 9], [0, 64, 500], 2),
+        ([1] * 62, range(62), 2),
     ],
-    ids=["first", "one", "eight", "page-border", "thirty-two", "sixty-four"],
+    ids=["first", "one", "two", "three", "eight", "page-border", "thirty-two", "sixty-four"],
 )
-def test_norm_qkv_rope(lengths: list[int], starts: list[int], phase: str, attention: str, shape: str, fmt: str) -> None:
+def test_norm_qkv_rope(
+    lengths: list[int], starts: list[int], padding: int, phase: str, attention: str, shape: str, fmt: str
+) -> None:
     for first in (False, True):
-        fields, inputs = qkv_case(SHAPES[shape], fmt, lengths, list(starts), attention, phase, first)
+        fields, inputs = qkv_case(SHAPES[shape], fmt, lengths, list(starts), attention, phase, first, padding)
         copies = [{name: tensor.clone() for name, tensor in inputs.items()} for _ in range(2)]
         expected = reference("NormQkvRope", fields, copies[0])
         device = {name: tensor.cuda() for name, tensor in inputs.items()}
@@ -181,15 +205,18 @@ def test_norm_qkv_rope(lengths: list[int], starts: list[int], phase: str, attent
             oracle.check(found[name][:rows], wanted, oracle.ALL, name)
 
 
-def written(inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> Iterator[Tensor]:
+def written(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """K and V [T, Hkv, 128] that a step wrote, from fresh_kv or from their places in the pool."""
     if "fresh_kv" in outputs:
         return iter(outputs["fresh_kv"].unbind(1))
     start, pool = inputs["query_start"], outputs["kv_pool_out"]
     sequence = torch.repeat_interleave(torch.arange(len(start) - 1), start.diff())
-    positions = inputs["positions"][: len(sequence)].long()
+    place, entry = places(inputs, sequence, inputs["positions"][: len(sequence)].long())
+    return (pool[place, :, part, entry] for part in (0, 1))
+
+
+def places(inputs: Mapping[str, Tensor], sequence: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Page or ring slot of each position of its sequence, and entry therein."""
     if "page_table" in inputs:
-        place = inputs["page_table"].long()[sequence, positions // PAGE_TOKENS]
-    else:
-        place = inputs["ring_slot"].long()[sequence]
-    return (pool[place, :, part, positions % pool.shape[3]] for part in (0, 1))
+        return inputs["page_table"].long()[sequence, positions // PAGE_TOKENS], positions % PAGE_TOKENS
+    return inputs["ring_slot"].long()[sequence], positions % inputs["kv_pool"].shape[3]

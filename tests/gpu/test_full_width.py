@@ -144,21 +144,34 @@ def check_nodes(model: Model, phase: Phase, step: Step, taps: Taps) -> None:
         elif node.op == "Sample":
             assert torch.equal(outputs["tokens"].long(), inputs["logits"].argmax(-1))
         elif node.op == "SinkAttention":
-            k, v = keys_of(node, inputs, step)
-            found = oracle.attention(inputs["q"], k, v, inputs["sinks"], int(node.fields["window"]))
-            oracle.check(outputs["out"], found, oracle.ATTENTION_ALL, node.name)
+            check_attention(node, inputs["q"], inputs, outputs, step)
+        elif node.op == "NormQkvAttention":
+            expected = check_products(node, inputs, outputs, step)
+            check_attention(node, expected["q"].value, inputs, outputs, step, expected["v"].allowed)
         else:
             check_products(node, inputs, outputs, step)
 
 
-def check_products(node: GraphNode, inputs: Taps, outputs: Taps, step: Step) -> None:
-    """A node with weights."""
-    expected = oracle.OPS[node.op](node.fields, inputs)
+def check_attention(
+    node: GraphNode, q: Tensor, inputs: Taps, outputs: Taps, step: Step, own_v: Tensor | None = None
+) -> None:
+    """Attention of these queries over what stands in the pool."""
+    k, v = keys_of(node, inputs, step)
+    found = oracle.attention(q, k, v, inputs["sinks"], int(node.fields["window"]), own_v)
+    oracle.check(outputs["out"], found, oracle.ATTENTION_ALL, node.name)
+
+
+def check_products(node: GraphNode, inputs: Taps, outputs: Taps, step: Step) -> dict[str, oracle.Bounded]:
+    """A node with weights; what was expected. Of NormQkvAttention, the projection: its q is no output."""
+    projects = node.op in ("NormQkvRope", "NormQkvAttention")
+    expected = oracle.OPS["NormQkvRope" if projects else node.op](node.fields, inputs)
     found = dict(outputs)
-    if node.op == "NormQkvRope":
+    if projects:
         k, v = keys_of(node, inputs | outputs, step)
         found["k"], found["v"] = k[-len(inputs["delta"]) :], v[-len(inputs["delta"]) :]
     for name, wanted in expected.items():
+        if node.op == "NormQkvAttention" and name == "q":
+            continue
         value = found[name]
         if node.op == "NormMoe":
             clear = oracle.clear_choice(oracle.router_logits(node.fields, inputs), int(node.fields["top_k"]))
@@ -167,6 +180,7 @@ def check_products(node: GraphNode, inputs: Taps, outputs: Taps, step: Step) -> 
             if not len(value):
                 continue
         oracle.check(value, wanted, oracle.ALL, f"{node.name} {name}")
+    return expected
 
 
 def keys_of(node: GraphNode, tensors: Taps, step: Step) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Prefill's matrix products on the GPU (Linear, NormMlp, NormMoe with many tokens) against the torch oracle.
+"""Matrix products of nine tokens and more on the GPU (Linear, NormMlp, NormMoe) against the torch oracle.
 
-Every T here is beyond the low-latency path. The sizes of T fall on both sides of what the tile shapes hold (16, 32, 64
-and 128 tokens) and, on a GPU with 100 to 200 multiprocessors, choose each of them at least once.
+Every T here is beyond the low-latency path. Up to 64 tokens K is divided over a cluster of blocks: the sizes of T fall
+on both sides of what its instances hold (16, 32 and 64 tokens), and K is not always divided evenly. Beyond, they fall
+on both sides of what the tile shapes hold and, on a GPU with 100 to 200 multiprocessors, choose each at least once.
 """
 
 from __future__ import annotations
@@ -93,6 +94,19 @@ def check(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor]) -> 
 @pytest.mark.parametrize(
     ("tokens", "columns", "rows"),
     [
+        (9, 2048, 5120),
+        (16, 4096, 2048),
+        (17, 1024, 2048),
+        (32, 4096, 2048),
+        (33, 6144, 2048),
+        (64, 2048, 5120),
+        (9, 64, 16),  # one K-tile, one panel
+        (24, 5 * 64, 5 * 16),  # a block alone; rows that fill no tile
+        (40, 10 * 64, 128 + 16),  # shares of 6 and of 4 K-tiles, their scales in pairs
+        (31, 33 * 64, 128),  # of 5 and of 4, their scales one by one
+        (64, 52 * 64, 48),  # of 8 and of 4, their scales in fours
+        (16, 2048, 12288 + 16),  # one share of more K-tiles than shared memory holds
+        (48, 2048, 12288 + 16),
         (65, 2048, 2048),
         (129, 4096, 2048),
         (300, 64, 16),  # one K-tile, one panel
@@ -110,23 +124,65 @@ def test_linear(fmt: str, tokens: int, columns: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_linear_rows_do_not_mix(fmt: str) -> None:
+@pytest.mark.parametrize("tokens", [14, 27, 51, 200])
+def test_linear_rows_do_not_mix(fmt: str, tokens: int) -> None:
     """A token of infinities and NaN spoils its own row only."""
     generator = np.random.default_rng(1)
-    inputs = {"x": normal((200, 512), generator)} | packed("weight", fmt, (256, 512), (1,), generator)
+    inputs = {"x": normal((tokens, 512), generator)} | packed("weight", fmt, (256, 512), (1,), generator)
     fields: dict[str, FieldValue] = {"weights": fmt}
     clean = run("Linear", fields, inputs)["y"]
-    inputs["x"][77] = torch.nan
-    inputs["x"][130, 5] = torch.inf
+    nan, inf = tokens // 3, tokens * 2 // 3
+    inputs["x"][nan] = torch.nan
+    inputs["x"][inf, 5] = torch.inf
     spoilt = run("Linear", fields, inputs)["y"]
-    assert spoilt[77].isnan().all()
-    rest = [t for t in range(200) if t not in (77, 130)]
+    assert spoilt[nan].isnan().all()
+    rest = [t for t in range(tokens) if t not in (nan, inf)]
     assert torch.equal(spoilt[rest], clean[rest])
+
+
+def check_same_bits(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor], names: tuple[str, ...]) -> None:
+    """Tokens give the same bits among 64 as among fewer, wherever they stand; `names` are the inputs [T, ...]."""
+    whole = run(op, fields, inputs)
+    for first, tokens in [(0, 9), (55, 9), (3, 16), (47, 17), (8, 31), (30, 32), (5, 33), (0, 48), (1, 63)]:
+        rows = slice(first, first + tokens)
+        part = run(op, fields, {k: v[rows].clone() if k in names else v for k, v in inputs.items()})
+        for name, tensor in part.items():
+            assert torch.equal(tensor.view(torch.int16), whole[name][rows].view(torch.int16)), f"{name}: {rows}"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("columns", "rows"), [(2048, 5120), (4096, 2048), (33 * 64, 256)])
+def test_linear_alone_and_in_a_batch(fmt: str, columns: int, rows: int) -> None:
+    generator = np.random.default_rng([columns, rows])
+    inputs = {"x": normal((64, columns), generator)} | packed("weight", fmt, (rows, columns), (1,), generator)
+    check_same_bits("Linear", {"weights": fmt}, inputs, ("x",))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("intermediate", [1024, 6144])
+def test_norm_mlp_alone_and_in_a_batch(fmt: str, intermediate: int) -> None:
+    generator = np.random.default_rng(intermediate)
+    inputs = stream(64, 2048, generator)
+    inputs |= packed("gate_up", fmt, (2 * intermediate, 2048), (2,), generator)
+    inputs |= packed("down", fmt, (2048, intermediate), (1,), generator)
+    check_same_bits("NormMlp", {"weights": fmt, "eps": EPS}, inputs, ("delta", "residual"))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "intermediate"), [(65, 2048, 6144), (150, 128, 256), (700, 2048, 1024), (1500, 128, 64)]
+    ("tokens", "hidden", "intermediate"),
+    [
+        (9, 2048, 6144),
+        (16, 2048, 1024),
+        (17, 128, 64),
+        (32, 2048, 1024),
+        (33, 2048, 6144),
+        (64, 2048, 1024),
+        (65, 2048, 6144),
+        (150, 128, 256),
+        (700, 2048, 1024),
+        (1500, 128, 64),
+    ],
 )
 def test_norm_mlp(fmt: str, tokens: int, hidden: int, intermediate: int) -> None:
     generator = np.random.default_rng([tokens, hidden, intermediate])
@@ -140,7 +196,16 @@ def test_norm_mlp(fmt: str, tokens: int, hidden: int, intermediate: int) -> None
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "intermediate", "shared"),
-    [(9, 128, 64, 64), (65, 2048, 512, 1024), (170, 2048, 512, 1024), (400, 128, 64, 64), (3000, 128, 64, 64)],
+    [
+        (9, 128, 64, 64),
+        (17, 2048, 512, 1024),
+        (63, 128, 64, 64),
+        (64, 2048, 512, 1024),
+        (65, 2048, 512, 1024),
+        (170, 2048, 512, 1024),
+        (400, 128, 64, 64),
+        (3000, 128, 64, 64),
+    ],
 )
 def test_norm_moe(fmt: str, skewed: bool, tokens: int, hidden: int, intermediate: int, shared: int) -> None:
     """Experts with a few tokens, with several tiles, and (skewed) with all tokens or none."""

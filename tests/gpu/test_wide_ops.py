@@ -98,12 +98,28 @@ def test_op(tokens: int, node: Node) -> None:
 @nodes("NormMoe")
 def test_bf16_router(node: Node) -> None:
     """A checkpoint may store the router in BF16."""
-    for tokens in (1, 8, 300):
+    for tokens in (1, 8, 9, 64, 300):
         fields, inputs = node.inputs(300)
         inputs["router"] = inputs["router"].bfloat16()
         clear = oracle.clear_choice(oracle.router_logits(fields, inputs), TOP_K)
         inputs |= {name: inputs[name][clear][:tokens].contiguous() for name in ("delta", "residual")}
         node.check(fields, inputs)
+
+
+@nodes("NormMoe")
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("tokens", [9, 42, 63, 64, 65])
+def test_chosen_experts(tokens: int, spread: bool, node: Node) -> None:
+    """All tokens choose the same six experts, or (42 tokens) none chooses another's."""
+    fields, inputs = node.inputs(tokens)
+    pairs = torch.arange(TOP_K * tokens, device=DEVICE) % (252 if spread else TOP_K)
+    target = pairs.view(tokens, TOP_K)
+    strength = 30 * torch.linspace(1.5, 1.0, TOP_K, device=DEVICE)[:, None]
+    inputs["delta"] = (inputs["delta"].float() + (strength * inputs["router"][target]).sum(1)).bfloat16()
+    inputs["residual"] = torch.zeros_like(inputs["residual"])
+    chosen = oracle.router_logits(fields, inputs).topk(TOP_K).indices
+    assert torch.equal(chosen.sort().values, target.sort().values)
+    node.check(fields, inputs)
 
 
 @nodes("Linear", "NormMlp", "NormMoe", "NormQkvRope")

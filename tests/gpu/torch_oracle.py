@@ -16,6 +16,9 @@ NORM  the normalised input of a product. Its values seldom flip (an FP32 error o
 FLIPS the activation between two products. A flip of the norm moves every gate and up of its token, so some of them
       flip, and of the activations. With the largest value of every token flipped, errors have a deviation of 2^-8.3 q
       (tests/runtime/test_torch_oracle.py): FLIPS is five of them.
+LOGITS attention where the projection is part of the op: q, and the step's own keys, may have flipped before. With a
+      tenth of their elements a step off (a flipped norm does less), logits are off by 2^-7 * 10^-0.5 = 2^-8.7 in the
+      mean, where q and k have unit variance; as each term is by P's rounding. LOGITS is six deviations of the sum.
 
 These are for the worst of up to 10^7 values. In the root mean square a result agrees far better: ALL, but for the few
 tokens whose norm flips (see `check`).
@@ -40,6 +43,7 @@ Fields = Mapping[str, FieldValue]
 Tensors = Mapping[str, Tensor]
 
 STEP, SUM, FLIPS = 2.0**-7, 2.0**-14, 2.0**-6
+LOGITS = 2.0**-6
 NORM_TERMS = 22
 ALL = 2.0**-10
 """Of the values' root mean square. Flips are rare, so they stay below one rounding (2^-9); wrong factors do not."""
@@ -312,7 +316,7 @@ def _rotate(x: Bounded, table: Tensor) -> Bounded:
     return Bounded(value, moved + STEP * value.float().abs())
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int) -> Bounded:
+def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int, own_v: Tensor | None = None) -> Bounded:
     """Attention of one sequence: q [n, Hq, D] of its last n positions, k and v [L, Hkv, D] bf16 -> [n, Hq * D].
 
     P is rounded on both sides, relative to another maximum: each term may differ by 2^-8 of itself, 2^-9.3 in the mean,
@@ -321,6 +325,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int) -> Bo
     Args:
         k, v: of the sequence's last L positions; those that a window hides may be left out.
         window: keys that a query sees, itself included; 0 for all.
+        own_v: of an op that makes q and the step's own K and V itself: how far this V [n, Hkv, D] may be off.
     """
     new, heads, dim = q.shape
     length, kv_heads = k.shape[:2]
@@ -342,7 +347,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int) -> Bo
         out = ((p @ values.unsqueeze(1)).float() / total).bfloat16()
         size = (p.square() @ values.square().unsqueeze(1)).sqrt().float() / total
         results.append(out.permute(2, 0, 1, 3).reshape(-1, heads * dim))
-        allowed = STEP * out.float().abs() + 2.0**-6 * size
+        allowed = STEP * out.float().abs() + (2.0**-6 if own_v is None else 2.0**-6 + LOGITS) * size
+        if own_v is not None:
+            own = own_v.transpose(0, 1).double().unsqueeze(1)
+            allowed += ((p[..., length - new :] @ own) / total).float()
         allowances.append(allowed.permute(2, 0, 1, 3).reshape(-1, heads * dim))
     return Bounded(torch.cat(results), torch.cat(allowances))
 

@@ -315,6 +315,24 @@ def test_the_workspace_of_prefill_attention(host: HostLibrary, kv_heads: int) ->
         assert needed["sliding"] == 0
 
 
+@pytest.mark.parametrize("attention", ["full", "sliding"])
+def test_the_workspace_of_decode_attention_grows_with_the_step(host: HostLibrary, attention: str) -> None:
+    """A profile asks only for that of its largest shapes; it holds q and, behind it, at least the normed rows."""
+    op, before = OPS["NormQkvAttention"], 0
+    fields: dict[str, FieldValue] = {
+        "weights": "nvfp4", "eps": 1e-6, "has_residual": 1, "attention": attention,
+        "window": 33 if attention == "sliding" else 0, "num_heads": 16, "num_kv_heads": 2, "head_dim": 128,
+    }  # fmt: skip
+    for tokens in range(1, 70):
+        for sequences in {1, tokens}:
+            sizes = {"Hq": 16, "Hkv": 2, "D": 128, "N": 20 * 128, "H": 128, "W": 48}
+            sizes |= {"T": tokens, "B": sequences, "B1": sequences + 1}
+            graph = single(host, op, fields, **{b.name: shape(b, SYMBOLS | sizes) for b in op.node_inputs(fields)})
+            graph.prepare({})
+            assert graph.workspace_bytes >= max(before, tokens * (16 * 128 + 128) * 2)
+        before = graph.workspace_bytes
+
+
 def test_reading_what_was_overwritten_is_refused(host: HostLibrary) -> None:
     graph = HostGraph(host)
     sample = OPS["Sample"]

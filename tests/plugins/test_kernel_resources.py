@@ -20,14 +20,18 @@ PREFILL_ONLY = {"sinkAttentionPrefillKernel", "ringStoreKernel"}
 """All other kernels run in decode steps: those of matrix products from nine tokens on."""
 DECODE_KERNELS = {
     "embeddingKernel",
-    "qkvProjectKernel",
+    "qkvDecodeKernel",
     "sinkAttentionDecodeKernel",
+    "sinkAttentionWindowKernel",
     "linearDecodeKernel",
     "mlpUpKernel",
     "moeRouteKernel",
+    "routerFewLogitsKernel",
+    "moeChooseKernel",
     "moeUpKernel",
     "moeDownKernel",
     "gemmKernel",
+    "gemmSplitKernel",
     "lmHeadKernel",
     "sampleDrawKernel",
 }

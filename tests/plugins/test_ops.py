@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def sized_nodes(draw: st.DrawFn) -> tuple[Op, dict[str, FieldValue], dict[str, i
     sizes["V"] = sizes["N"] = MASK_TOKENS * draw(st.integers(-(-MAX_LOGPROBS // MASK_TOKENS), 20))
     sizes["B1"] = sizes["B"] + 1
     sizes["Hq"] *= sizes["Hkv"]
-    if op.name == "NormQkvRope":
+    if op.name in ("NormQkvRope", "NormQkvAttention"):
         sizes["N"] = (sizes["Hq"] + 2 * sizes["Hkv"]) * sizes["D"]
     fields = fields | {name: sizes[symbol] for name, symbol in FIELD_SYMBOLS.items() if name in fields}
     return op, fields, sizes
@@ -111,6 +113,25 @@ def test_equations_between_symbols_are_checked() -> None:
         solve(op, fields, [shape(b, SYMBOLS | {"B1": 4}) for b in bindings])
     with pytest.raises(SchemaError, match="Hq % Hkv == 0 does not hold"):
         solve(op, fields, [shape(b, SYMBOLS | {"Hq": 5}) for b in bindings])
+
+
+def test_the_op_of_decode_binds_what_its_parts_bind() -> None:
+    """But for q, which passes between them."""
+    op, parts = OPS["NormQkvAttention"], (OPS["NormQkvRope"], OPS["SinkAttention"])
+    for weights, attention, has_residual in itertools.product(("nvfp4", "bf16"), ("full", "sliding"), (0, 1)):
+        values: dict[str, FieldValue] = {
+            "weights": weights, "eps": 1e-6, "has_residual": has_residual, "attention": attention, "phase": "decode",
+            "window": 33, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+        }  # fmt: skip
+        for side in ("node_inputs", "node_outputs"):
+            whole, *of_parts = (
+                {b.name: b for b in getattr(o, side)({f.name: values[f.name] for f in o.fields})} for o in (op, *parts)
+            )
+            merged = of_parts[0] | of_parts[1]
+            del merged["q"]
+            assert {n: (b.dtypes, b.shape, b.alias) for n, b in whole.items()} == {
+                n: (b.dtypes, b.shape, b.alias) for n, b in merged.items()
+            }
 
 
 def test_a_vocabulary_of_no_whole_mask_words_is_refused() -> None:

@@ -104,9 +104,12 @@ def test_broken_manifest(directory: Path, damage: str) -> None:
 
 def test_other_format_or_layout(directory: Path) -> None:
     change(directory, format_version=99)
-    with pytest.raises(EngineError, match="engine format 99"):
+    with pytest.raises(EngineError, match=r"engine format 99, .*reads engine format 1 or 2"):
         Engine.open(directory)
-    change(directory, format_version=1, layout_version=99)
+    for readable in (1, 2):
+        change(directory, format_version=readable)
+        assert Engine.open(directory).manifest.format_version == readable
+    change(directory, layout_version=99)
     with pytest.raises(EngineError, match="weight layout 99"):
         Engine.open(directory)
 

@@ -496,6 +496,42 @@ def test_padding_rows_are_zero() -> None:
     assert (case.run()["out"][-1] == 0).all()
 
 
+@KINDS
+@pytest.mark.parametrize("attention", ["full", "sliding"])
+@pytest.mark.parametrize("has_residual", [0, 1])
+def test_norm_qkv_attention(kind: str, attention: str, has_residual: int) -> None:
+    """The bits of its two parts, one after the other: what the step itself writes to the pool is seen."""
+    case = Attention([9, 70, 3], [3, 2, 3], attention, "decode", window=9, ring=32)
+    weights, _ = Weights(kind).make("qkv", [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], 128)
+    projection = stream(len(case.q), 128) | weights
+    projection |= {name: 1 + 0.2 * torch.randn(DIM) for name in ("q_norm", "k_norm")}
+    if not has_residual:
+        del projection["residual"]
+    if attention == "sliding":
+        projection["rope"] = rope_table(100)
+    values = case.fields | {
+        "weights": kind, "eps": EPS, "has_residual": has_residual, "num_heads": HEADS, "head_dim": DIM,
+    }  # fmt: skip
+
+    def run(name: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        fields = {field.name: values[field.name] for field in OPS[name].fields}
+        return call(name, fields, **{b.name: given[b.name] for b in OPS[name].node_inputs(fields)})
+
+    given = {**case.inputs, **projection}
+    pools = [given["kv_pool"].clone() for _ in range(2)]
+    qkv = run("NormQkvRope", given | {"kv_pool": pools[0]})
+    attended = run("SinkAttention", given | {"kv_pool": pools[0], "q": qkv.pop("q")})
+    found = run("NormQkvAttention", given | {"kv_pool": pools[1]})
+    assert found.keys() == {*qkv, *attended}
+    assert torch.equal(found["out"], attended["out"]) and bool(found["out"].isfinite().all())
+    assert not found["out"][-1].any(), "padding"
+    assert found["kv_pool_out"].data_ptr() == pools[1].data_ptr()
+    assert torch.equal(pools[0].view(torch.int16), pools[1].view(torch.int16))
+    assert not torch.equal(pools[1].view(torch.int16), given["kv_pool"].view(torch.int16))
+    if has_residual:
+        assert torch.equal(found["residual_out"], qkv["residual_out"])
+
+
 def test_schema_errors_name_the_binding() -> None:
     with pytest.raises(SchemaError, match="token_ids must be i32"):
         call("Embedding", {}, token_ids=torch.zeros(2), last_tokens=ints(0), table=torch.zeros(4, 64).bfloat16())

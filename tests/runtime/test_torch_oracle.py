@@ -7,6 +7,7 @@ order and must not hold for what is wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,28 +134,56 @@ def test_allowances_hold_for_another_order(op: str, fmt: str, kernel: Callable[[
         oracle.check(value, expected[name], oracle.ALL, name)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("op", OPS[1:])
-def test_allowances_hold_where_the_norm_flips(op: str, fmt: str) -> None:
-    """What NORM and FLIPS are for: the largest normalised value of every token one BF16 step off."""
-    fields, inputs = node_inputs(op, fmt, WIDE, 8, rows=8)
-    expected, real = oracle.OPS[op](fields, inputs), oracle.normalize
+@contextmanager
+def flipped_norms(columns: int) -> Iterator[None]:
+    """The largest normalised value of every token (of a row of so many) one BF16 step off."""
+    real = oracle.normalize
 
     def flipped(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         value = real(x, weight, eps)
-        if value.shape[-1] != WIDE["hidden"]:
+        if value.shape[-1] != columns:
             return value
         at = value.float().abs().argmax(-1, keepdim=True)
         bits = value.view(torch.int16).scatter_add(-1, at, torch.ones_like(at, dtype=torch.int16))
         return bits.view(torch.bfloat16)
 
-    chosen = {"chosen": oracle.choose(oracle.router_logits(fields, inputs), 6)} if op == "NormMoe" else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oracle, "normalize", flipped)
+        yield
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("op", OPS[1:])
+def test_allowances_hold_where_the_norm_flips(op: str, fmt: str) -> None:
+    """What NORM and FLIPS are for: the largest normalised value of every token one BF16 step off."""
+    fields, inputs = node_inputs(op, fmt, WIDE, 8, rows=8)
+    expected = oracle.OPS[op](fields, inputs)
+    chosen = {"chosen": oracle.choose(oracle.router_logits(fields, inputs), 6)} if op == "NormMoe" else {}
+    with flipped_norms(WIDE["hidden"]):
         found = oracle.OPS[op](fields, inputs, **chosen)
     assert any(not torch.equal(result.value, expected[name].value) for name, result in found.items())
     for name, result in found.items():
         oracle.check(result.value, expected[name], 2**-8, name)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("context", [0, 1, 5, 70])
+def test_allowances_of_attention_behind_a_projection(context: int, fmt: str) -> None:
+    """NormQkvAttention: they hold where the norm of every token flips, not for values of another token's."""
+    fields, inputs = node_inputs("NormQkvRope", fmt, WIDE, 3, rows=0)
+    old_k, old_v = (torch.randn(context, WIDE["kv_heads"], 128).bfloat16() for _ in range(2))
+    sinks = torch.randn(WIDE["heads"])
+
+    def attend(qkv: dict[str, oracle.Bounded], rolled: int = 0) -> oracle.Bounded:
+        k, v = torch.cat([old_k, qkv["k"].value]), torch.cat([old_v, qkv["v"].value.roll(rolled, 0)])
+        return oracle.attention(qkv["q"].value, k, v, sinks, 0, qkv["v"].allowed)
+
+    expected = oracle.OPS["NormQkvRope"](fields, inputs)
+    with flipped_norms(WIDE["hidden"]):
+        found = attend(oracle.OPS["NormQkvRope"](fields, inputs)).value
+    oracle.check(found, attend(expected), oracle.ATTENTION_ALL, "flipped")
+    with pytest.raises(AssertionError, match="differ"):
+        oracle.check(attend(expected, rolled=1).value, attend(expected), 1.0, "rolled")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -13,6 +13,8 @@ cudaError_t enqueueNormMlp(EnqueueArgs const& args);
 size_t normMlpWorkspace(Node const& node, Symbols const& symbols);
 cudaError_t enqueueNormMoe(EnqueueArgs const& args);
 size_t normMoeWorkspace(Node const& node, Symbols const& symbols);
+cudaError_t enqueueNormQkvAttention(EnqueueArgs const& args);
+size_t normQkvAttentionWorkspace(Node const& node, Symbols const& symbols);
 cudaError_t enqueueNormQkvRope(EnqueueArgs const& args);
 size_t normQkvRopeWorkspace(Node const& node, Symbols const& symbols);
 cudaError_t enqueueSample(EnqueueArgs const& args);

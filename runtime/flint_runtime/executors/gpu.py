@@ -184,7 +184,8 @@ class GpuExecutor(Executor):
         manifest = engine.manifest
         try:
             path = library or _default_library(engine)
-            info = check_library(path, version=manifest.plugins_version, layout_version=manifest.layout_version)
+            # Which ops it must have, the graphs say: an older engine's library lacks newer ones.
+            info = check_library(path, version=manifest.plugins_version, layout_version=manifest.layout_version, ops=())
         except LibraryError as error:
             raise EngineError(str(error)) from None
         if architecture not in info.architectures:

@@ -191,6 +191,13 @@ def attention(fields: Fields, t: Tensors, cache: WeightCache) -> dict[str, Tenso
     return sink_attention(fields, t)
 
 
+def norm_qkv_attention(fields: Fields, t: Tensors, cache: WeightCache) -> dict[str, Tensor]:
+    """NormQkvRope, which writes K and V to the pool, and SinkAttention, which reads them there."""
+    outputs = norm_qkv_rope(fields, t, cache)
+    q = outputs.pop("q")
+    return outputs | sink_attention(fields, {**t, "q": q})
+
+
 def draw(fields: Fields, t: Tensors, cache: WeightCache) -> dict[str, Tensor]:
     """Sample: see `reference_sample`."""
     arrays = {name: tensor.numpy() for name, tensor in t.items()}
@@ -202,6 +209,7 @@ REFERENCE_OPS: dict[str, Callable[[Fields, Tensors, WeightCache], dict[str, Tens
     "Embedding": embedding,
     "NormQkvRope": norm_qkv_rope,
     "SinkAttention": attention,
+    "NormQkvAttention": norm_qkv_attention,
     "Linear": linear,
     "NormMlp": norm_mlp,
     "NormMoe": norm_moe,

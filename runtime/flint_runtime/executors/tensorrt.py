@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flint_plugins.ops import DOMAIN, OPS, VERSION, DType
+from flint_plugins.ops import DOMAIN, VERSION, DType
 from flint_runtime.engine import Engine
 from flint_runtime.errors import EngineError, UnsupportedError
 from flint_runtime.executors import cuda
@@ -62,7 +62,7 @@ class TensorRtExecutor(GpuExecutor):
 
     def _open_graphs(self, library: Path) -> int:
         session = _session(self.engine.manifest.backend)
-        session.load_plugins(library)
+        session.load_plugins(library, dict.fromkeys(node.op for file in self.files.values() for node in file.nodes))
         self._contexts = {phase: _Context(session, self.engine, phase, file) for phase, file in self.files.items()}
         most = max(context.memory_bytes for context in self._contexts.values())
         self._logits_at = -(-most // ALIGNMENT) * ALIGNMENT
@@ -240,8 +240,8 @@ class _Session:
         texts = [" ".join(text.split()).rstrip(".") for text in dict.fromkeys(self.messages)]
         return "; ".join(texts[:_MAX_QUOTED]) or "it gave no reason"
 
-    def load_plugins(self, library: Path) -> None:
-        """Register a library's plugins, once per process."""
+    def load_plugins(self, library: Path, ops: Iterable[str]) -> None:
+        """Register a library's plugins, once per process; `ops` must be among them."""
         library = library.resolve()
         if self.library == library:
             return
@@ -255,7 +255,7 @@ class _Session:
             runtime = self.trt.Runtime(self.logger)  # The registry and the plugins find the logger while it lives.
             registry = self.trt.get_plugin_registry()
             registry.load_library(str(library))
-            missing = [name for name in OPS if registry.get_creator(name, VERSION, DOMAIN) is None]
+            missing = [name for name in ops if registry.get_creator(name, VERSION, DOMAIN) is None]
             if missing:
                 raise EngineError(
                     f"TensorRT did not load the plugins {', '.join(missing)} of {library}: {self.quoted()}."
