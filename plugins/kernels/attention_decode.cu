@@ -247,9 +247,8 @@ cudaError_t launchSinkAttentionDecode(SinkAttentionParams const& params, cudaStr
     a.splitInto(splits, workspace + counterBytes(params.sequences, params.kv_heads));
 
     int64_t const items = std::min(params.sequences, params.tokens) * params.kv_heads * a.max_splits;
-    if (latency && sharedBytes >= kSHARED_BYTES<8> + 1024) {
-        auto* const kernel = paged ? sinkAttentionDecodeKernel<8, true> : sinkAttentionDecodeKernel<8, false>;
-        return launchDecode<8>(kernel, a, items, sms, stream);
+    if (latency && paged && sharedBytes >= kSHARED_BYTES<8> + 1024) {
+        return launchDecode<8>(sinkAttentionDecodeKernel<8, true>, a, items, sms, stream);
     }
     auto* const kernel = paged ? sinkAttentionDecodeKernel<4, true> : sinkAttentionDecodeKernel<4, false>;
     return launchDecode<4>(kernel, a, items, sms, stream);
