@@ -51,9 +51,9 @@ class OpBench:
         self.tb_s, self.tflop_s = tb_s, tflop_s
 
     def products(self, weights: WeightFormat) -> Iterator[Record]:
-        """Every op with weights, for 1, 8, 32 and 8,192 tokens (LmHead: rows, up to 32)."""
+        """Every op with weights, for 1, 8, 32 and 8,192 tokens: LmHead (rows) up to 32, NormQkvRope prefill only."""
         for op, cost_of in _PRODUCTS.items():
-            for tokens in (1, 8, 32) if op == "LmHead" else (1, 8, 32, CHUNK):
+            for tokens in {"LmHead": (1, 8, 32), "NormQkvRope": (CHUNK,)}.get(op, (1, 8, 32, CHUNK)):
                 cost = cost_of(tokens, weights)
                 fields, sets = _product_sets(op, weights, tokens, cost)
                 timing = time_op(op, fields, sets, runs=40 if tokens < CHUNK else 1)
@@ -62,15 +62,11 @@ class OpBench:
                 yield self._record(f"op:{op}", weights, timing, cost, batch=1, context=0, tokens=tokens)
 
     def attention(self) -> Iterator[Record]:
-        """Decode over contexts and batches; prefill of a chunk, and of small ones at 100K of context."""
-        for batch, contexts in ((1, CONTEXTS), (8, CONTEXTS[:3])):
-            for context in contexts:
-                yield self._attention("full", "decode", batch, context - 1, 1)
-            yield self._attention("sliding", "decode", batch, CONTEXTS[0] - 1, 1)
-        yield self._attention("full", "prefill", 1, 0, CHUNK)
-        yield self._attention("sliding", "prefill", 1, 0, CHUNK)
+        """Prefill of a chunk, and of small ones at 100K of context."""
+        yield self._attention("full", 0, CHUNK)
+        yield self._attention("sliding", 0, CHUNK)
         for tokens in SMALL_CHUNKS:
-            yield self._attention("full", "prefill", 1, 100_000 - tokens, tokens)
+            yield self._attention("full", 100_000 - tokens, tokens)
 
     def decode_attention(self, weights: WeightFormat) -> Iterator[Record]:
         """NormQkvAttention, one token a sequence, over contexts and batches."""
@@ -92,20 +88,19 @@ class OpBench:
         torch.cuda.empty_cache()
         return self._record("op:NormQkvAttention", weights, timing, cost, batch, context, batch, kind)
 
-    def _attention(self, kind: str, phase: str, batch: int, start: int, new: int) -> Record:
-        cost = costs.attention(start, new, kind == "sliding") * batch
+    def _attention(self, kind: str, start: int, new: int) -> Record:
+        cost = costs.attention(start, new, kind == "sliding")
         fields: dict[str, FieldValue] = {
             "attention": kind,
-            "phase": phase,
+            "phase": "prefill",
             "window": FLINT.sliding_window if kind == "sliding" else 0,
             "num_kv_heads": FLINT.num_key_value_heads,
         }
-        sets = [_attention_inputs(kind, phase, batch, start, new) for _ in range(_count(cost))]
-        timing = time_op("SinkAttention", fields, sets, runs=40 if phase == "decode" else 1)
+        sets = [_attention_inputs(kind, "prefill", 1, start, new) for _ in range(_count(cost))]
+        timing = time_op("SinkAttention", fields, sets, runs=1)
         del sets
         torch.cuda.empty_cache()
-        name = "op:SinkAttention"
-        return self._record(name, "", timing, cost, batch, start + new, batch * new, f"{kind}, {phase}")
+        return self._record("op:SinkAttention", "", timing, cost, 1, start + new, new, f"{kind}, prefill")
 
     def sample(self, rows: int) -> Record:
         """Sample alone, as the released model is used."""

@@ -20,9 +20,9 @@ PREFILL_ONLY = {"sinkAttentionPrefillKernel", "ringStoreKernel"}
 """All other kernels run in decode steps: those of matrix products from nine tokens on."""
 DECODE_KERNELS = {
     "embeddingKernel",
-    "qkvDecodeKernel",
+    "qkvProjectKernel",
     "sinkAttentionDecodeKernel",
-    "sinkAttentionWindowKernel",
+    "sinkAttentionRowKernel",
     "linearDecodeKernel",
     "mlpUpKernel",
     "moeRouteKernel",
