@@ -49,10 +49,10 @@ size_t sinkAttentionPrefillWorkspaceBytes(int64_t tokens, int64_t heads, int64_t
 
 /// At most 8 tokens a sequence, whose K and V already stand in kv_pool. One kernel, dependent launch.
 ///
-/// How a sequence is split over blocks and warps depends on its length, its number of new tokens, the GPU, and on
-/// whether the step has more than 16 tokens. Full layers, and windows of up to 561 keys, have a third class of steps:
-/// up to 16 tokens, as many as there are sequences. Within a class a sequence's bits do not depend on the rest of the
-/// batch.
+/// How a sequence is split over blocks and warps depends on its length, its number of new tokens, the GPU, and, in full
+/// layers and wide windows, on whether the step has more than 16 tokens. Full layers, and windows of up to 561 keys,
+/// have one class of steps more: up to 16 tokens, as many as there are sequences. Within a class a sequence's bits do
+/// not depend on the rest of the batch.
 ///
 /// Old tokens' K and V, and the step's metadata, are read before the predecessor's end: whoever wrote them must come
 /// before the step's first kernel, and that kernel must be launched without overlap (Embedding is).

@@ -10,7 +10,7 @@
 // kernel or a memset node for counters would cost another launch per layer. The workspace is anyone's before this
 // kernel, so a counter carries a tag: a word without the tag counts as zero. See `openCounter`.
 //
-// Small steps of one token a sequence have a kernel of their own: attention_row.cu.
+// Small steps of as many tokens as sequences have a kernel of their own: attention_row.cu.
 #include "kernels/attention_internal.h"
 #include "kernels/attention_merge.cuh"
 #include "kernels/launch.h"

@@ -1,4 +1,5 @@
-// Decode, few tokens, one a sequence: a cluster of blocks shares a row's keys, or a split of them, for one KV head.
+// Decode, few tokens, as many as sequences: a cluster of blocks shares a row's keys, or a split of them, for one KV
+// head.
 //
 // One SM would take longer to read a window, or a short context, than all else takes, and partial results that pass
 // through global memory cost a few latencies. In a cluster each warp has every so many-th chunk of 16 keys
@@ -28,7 +29,7 @@ namespace {
 constexpr int kMOST_SPLITS = 8; // Of a row.
 
 /// Blocks of a cluster, warps of a block, chunks of shared memory a warp, and how many chunks a warp has at most (0:
-/// any number). Registers: as many as leave room for the output projection's blocks on the same multiprocessor.
+/// any number). Registers at most: windows leave room for the output projection's blocks on the same multiprocessor.
 struct Windowed {
     static constexpr bool kPAGED = false;
     static constexpr int kCLUSTER = 4;
@@ -273,7 +274,7 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
     constexpr int STRIDE = WARPS * CLUSTER, OWN_HEADS = kOWN_HEADS<Shape>;
     int const warp = threadIdx.x / kWARP, lane = threadIdx.x % kWARP, rank = clusterRank();
     int const finished = item.head * kGROUP + rank * OWN_HEADS + warp % OWN_HEADS; // By one of the first warps.
-    int const begin = item.chunk_begin + rank * WARPS + warp;                      // A block reads whole pages.
+    int const begin = item.chunk_begin + rank * WARPS + warp; // A block reads neighbours: few pages.
     uint8_t* const chunks = s.warps[warp].chunks;
 
     // What the finders and loaders of attention_decode.cu know as an item.
@@ -312,7 +313,7 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
 
     waitForPredecessor();
     unsigned long long* const counter = a.counters + item.row * a.kv_heads * kGROUP + finished;
-    bool const opens = item.splits > 1 && warp < OWN_HEADS && lane == 0;
+    bool const opens = Shape::kPAGED && item.splits > 1 && warp < OWN_HEADS && lane == 0;
     unsigned long long const found = opens ? __ldcg(counter) : 0;
     if constexpr (Raw) {
         // Warps take the group's heads in turn, the one with the row's own key last: it has more to do.
@@ -403,7 +404,7 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
     s.received.wait(parity);
     RowResult const result =
         mergeResults<CLUSTER>(&s.values[0][warp][0].x, OWN_HEADS * kHEAD_DIM, &s.stats[0][warp], OWN_HEADS, lane);
-    if (item.splits == 1) { // A row of padding has seen no key: it becomes zeros.
+    if (!Shape::kPAGED || item.splits == 1) { // A row of padding has seen no key: it becomes zeros.
         storeRow(a, item.row, finished, sink, result.top, result.sum, result.value, lane);
         return;
     }
@@ -423,8 +424,7 @@ __device__ __forceinline__ void attendRow(RowArguments const& a, RowItem const& 
 
 /// Grid: clusters in x, as many as are resident, or as there can be items.
 template <typename Shape, bool Raw>
-__global__ void __launch_bounds__(Shape::kWARPS* kWARP) __maxnreg__(Shape::kREGISTERS)
-    sinkAttentionRowKernel(RowArguments const __grid_constant__ a) {
+__global__ void __maxnreg__(Shape::kREGISTERS) sinkAttentionRowKernel(RowArguments const __grid_constant__ a) {
     extern __shared__ __align__(256) uint8_t shared[];
     auto& s = *reinterpret_cast<RowShared<Shape>*>(shared);
     allowSuccessor();
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(Shape::kWARPS* kWARP) __maxnreg__(Shape::kREGI
         if (threadIdx.x == 0) {
             s.received.expect(sizeof(s.values) + sizeof(s.stats));
         }
-        arriveCluster();
+        releaseCluster(); // What this block was sent for the item before has been read.
         attendRow<Shape, Raw>(a, item, s, parity);
     };
     int number = blockIdx.x / Shape::kCLUSTER;
@@ -461,19 +461,17 @@ size_t counterBytes(int64_t tokens, int64_t heads) {
 template <typename Shape, bool Raw>
 cudaError_t launchShape(SinkAttentionParams const& params, NewTokens const& news, int available, cudaStream_t stream) {
     auto const kernel = sinkAttentionRowKernel<Shape, Raw>;
-    int bytes = sizeof(RowShared<Shape>), resident = 1, device = 0, sms = 0;
+    int bytes = sizeof(RowShared<Shape>), resident = 1;
     dim3 const block(Shape::kWARPS * kWARP);
-    for (cudaError_t const status : {allowShared(kernel, available - 1024), cudaGetDevice(&device),
-                                     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)}) {
-        if (status != cudaSuccess) {
-            return status;
-        }
+    if (cudaError_t const status = allowShared(kernel, available - 1024); status != cudaSuccess) {
+        return status;
     }
-    if (Shape::kPAGED) {
-        if (cudaError_t const status = residentClusters(kernel, block, Shape::kCLUSTER, bytes, resident);
-            status != cudaSuccess) {
-            return status;
-        }
+    // Windows: a block for each multiprocessor, if the step is small enough. Where two were together, the next kernel's
+    // block would find no room, and start late.
+    int const alone = available / 2 + 1024;
+    if (cudaError_t const status = residentClusters(kernel, block, Shape::kCLUSTER, std::max(bytes, alone), resident);
+        status != cudaSuccess) {
+        return status;
     }
     // One sequence fills the GPU, if it is long; a window is never split.
     int64_t const splits = Shape::kPAGED ? std::clamp<int64_t>(resident / params.kv_heads, 1, kMOST_SPLITS) : 1;
@@ -484,10 +482,8 @@ cudaError_t launchShape(SinkAttentionParams const& params, NewTokens const& news
     a.split_chunks = Shape::kCLUSTER * Shape::kWARPS * Shape::kSTAGES; // What is under way at once.
     a.splitInto(static_cast<int>(splits), workspace + counterBytes(params.tokens, params.heads));
     int64_t const clusters = Shape::kPAGED ? std::min<int64_t>(items, resident) : items;
-    if (clusters * Shape::kCLUSTER <= sms) {
-        // A block for each multiprocessor: where two were together, the next kernel's block would find no room, and
-        // start late.
-        bytes = std::max(bytes, available / 2 + 1024);
+    if (clusters <= resident) {
+        bytes = std::max(bytes, alone);
     }
     return launchCluster(kernel, dim3(static_cast<unsigned>(clusters * Shape::kCLUSTER)), block, Shape::kCLUSTER, bytes,
                          stream, a);

@@ -27,7 +27,7 @@ struct GemmSchedule {
     /// Reads the number of groups: after waitForPredecessor() where nothing is ready.
     __device__ explicit GemmSchedule(GemmProblem const& problem) : problem(problem) {
         row_blocks = (problem.panels + C::BLOCK_PANELS - 1) / C::BLOCK_PANELS;
-        unsigned const groups = problem.groups != nullptr ? static_cast<unsigned>(*problem.group_count)
+        unsigned const groups = problem.groups != nullptr ? static_cast<unsigned>(__ldcg(problem.group_count))
                                                           : (problem.positions + C::TOKENS - 1u) / C::TOKENS;
         total = groups * row_blocks;
     }
@@ -36,7 +36,7 @@ struct GemmSchedule {
         unsigned const group = index / row_blocks;
         int const panel = static_cast<int>(index - group * row_blocks) * C::BLOCK_PANELS;
         if (problem.groups != nullptr) {
-            int4 const entry = *reinterpret_cast<int4 const*>(problem.groups + group);
+            int4 const entry = __ldcg(reinterpret_cast<int4 const*>(problem.groups + group)); // past L1, see GemmReady
             return {entry.x, entry.y, entry.z, panel};
         }
         int const first = static_cast<int>(group) * C::TOKENS;
@@ -105,7 +105,7 @@ struct GemmLoader {
             rows[i] = NO_ROW;
             if (!SKIPS || token < work.count) {
                 int const position = work.first + min(token, work.count - 1);
-                uint32_t const row = problem.x_rows != nullptr ? problem.x_rows[position] : position;
+                uint32_t const row = problem.x_rows != nullptr ? __ldcg(problem.x_rows + position) : position;
                 rows[i] = row * (2u * problem.columns) + (threadIdx.x % 8) * 16;
             }
         }

@@ -23,11 +23,12 @@ struct GemmGroup {
 };
 
 /// What of a product's inputs does not depend on the kernel before it: either it never does, or it was complete when
-/// that kernel called allowSuccessor().
+/// that kernel called allowSuccessor(). What is read before the wait is read past L1, which may hold what stood there
+/// in the layer before.
 enum class GemmReady {
     kNothing, ///< of a grouped product; it waits first
     kWeights, ///< and the groups: it waits when its first weights are under way
-    kAll      ///< it waits at its end
+    kAll      ///< it waits at its end: y must be memory that the kernel before it does not touch
 };
 
 /// A position is a row of the product: a token, or a (token, slot) pair in expert order.

@@ -1,5 +1,6 @@
 // Launching with programmatic dependent launch: a kernel may start while its predecessor still runs, prefetch what does
-// not depend on it (weights), and wait (`waitForPredecessor`, device.cuh) before it reads or writes anything else.
+// not depend on it (weights), and wait (`waitForPredecessor`, device.cuh) before it reads or writes anything else
+// (GemmReady::kAll says when a product may wait later).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -19,9 +19,9 @@ size_t qkvAttentionWorkspaceBytes(int64_t tokens, int64_t sequences, int64_t hid
 /// has a residual.
 ///
 /// Both structs describe the same step: tokens, heads, kv_heads, query_start, the page table or the ring slots, and
-/// attention.kv_pool, which is qkv.kv.base. `qkv.workspace` is the whole op's (qkvAttentionWorkspaceBytes, any content,
-/// aligned to 256). qkv.q, attention.q and attention.workspace point into it and are set here. kv_pool_out and fresh_kv
-/// are unused.
+/// attention.kv_pool, which is qkv.kv.base; a token's position is its place in its sequence, which seq_lens ends.
+/// `qkv.workspace` is the whole op's (qkvAttentionWorkspaceBytes, any content, aligned to 256). qkv.q, attention.q and
+/// attention.workspace point into it and are set here. kv_pool_out and fresh_kv are unused.
 ///
 /// Steps of up to 16 tokens with as many sequences: the projection, and one kernel that makes q, k and v of its rows
 /// and attends. Others: the two parts. What launchSinkAttentionDecode says of old tokens' K and V, the step's metadata

@@ -108,7 +108,7 @@ class MemoryPlan:
         layer = 4 * hidden + max(qkv, mlp, moe + 2 * c.num_experts)
         queries = c.num_attention_heads * limits.prefill_chunk
         results = min(_SPLITS * 16 * c.num_attention_heads // kv_heads, queries * _MOST_SPLITS)
-        attention = 2 * (hidden + queries * c.head_dim) * _BF16_BYTES + results * (c.head_dim + 2) * 4
+        attention = 2 * (hidden * limits.prefill_chunk + queries * c.head_dim) * _BF16_BYTES + results * (c.head_dim + 2) * 4
         head = 2 * hidden * limits.prefill_chunk * _BF16_BYTES + limits.logits_rows * c.vocab_size * 4
         return max(layer * limits.prefill_chunk * _BF16_BYTES, attention, head)
 
