@@ -4,7 +4,8 @@
 // per few tiles, and there are too few blocks to fill the GPU. So a cluster makes 128 rows of the output: each block
 // multiplies its share of K, most or all of which is under way from the start, and sends its sums to the blocks that
 // own them, through distributed shared memory; each adds what it owns in the order of ranks, and stores it. A weight is
-// read once, whatever the number of tokens, and how K is divided depends on the weight's size and the GPU only.
+// read once, whatever the number of tokens, and how K is divided depends on the weight's size and the GPU only. Where
+// the rows alone fill the GPU, a block has all of K, and no cluster.
 #include "kernels/cluster.cuh"
 #include "kernels/gemm_epilogue.cuh"
 #include "kernels/gemm_mma.cuh"
@@ -58,7 +59,8 @@ struct SplitConfig {
     static constexpr int SCALE_BYTES = F == WeightFormat::kNVFP4 ? kSCALE_TILES * 64 : 0; ///< of a panel
 
     static int sharedBytes(int stages, int cells, int ranks) {
-        return stages * STAGE_BYTES + kWARPS * SCALE_BYTES + cells * ranks * kCELL_BYTES;
+        int const received = ranks > 1 ? cells * ranks * kCELL_BYTES : 0;
+        return stages * STAGE_BYTES + kWARPS * SCALE_BYTES + received;
     }
 };
 
@@ -276,7 +278,7 @@ struct SplitStore {
     }
 };
 
-/// Grid (row blocks x ranks), clusters of `ranks`.
+/// Grid (row blocks x ranks), clusters of `ranks`; no clusters for one rank.
 template <typename C>
 __global__ void __launch_bounds__(kTHREADS, 2)
     gemmSplitKernel(GemmProblem const __grid_constant__ problem, SplitPlan const plan) {
@@ -293,19 +295,24 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         source.copyWeights(tile, tile);
     }
     SplitCells const cells(problem.positions, plan.ranks);
+    bool const alone = plan.ranks == 1;
     int const owned = cells.owned(rank);
     int owner = warp / cells.share, cell = warp % cells.share; // of this warp's first sums
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < plan.stages; ++stage) {
             filled[stage].open();
         }
-        received.open();
-        received.expect(owned * plan.ranks * kCELL_BYTES);
+        if (!alone) {
+            received.open();
+            received.expect(owned * plan.ranks * kCELL_BYTES);
+        }
     }
     // A warp adds up every eighth of its block's cells, all of one panel.
     SplitStore<C> const store(problem, panel - warp + (rank * cells.share + warp) % kWARPS, lane);
     __syncthreads();
-    arriveCluster();
+    if (!alone) {
+        arriveCluster();
+    }
     bool const waits = problem.ready != GemmReady::kAll;
     if (waits) {
         allowSuccessor();
@@ -344,6 +351,16 @@ __global__ void __launch_bounds__(kTHREADS, 2)
     if (!waits) {
         waitForPredecessor();
         allowSuccessor(); // now: what the kernel before this one wrote is complete for the next
+    }
+    if (alone) { // a warp's sums are the cells that it owns
+#pragma unroll
+        for (int step = 0; step < C::STEPS; ++step) {
+            if (step * kWARPS < cells.all) {
+                float const(&d)[4] = acc[0][step];
+                store.run(step, make_float4(d[0], d[1], d[2], d[3]));
+            }
+        }
+        return;
     }
     // [cells owned][ranks][lanes]
     float4* const sums =

@@ -10,10 +10,10 @@
 
 namespace flint {
 
-/// Launch `kernel` so that it overlaps its predecessor's tail, `cluster` blocks in x forming a thread block cluster:
-/// also of one block, where the kernel has instructions for clusters; 0: it has none. The kernel must call
-/// waitForPredecessor() before it touches any activation (but for those that were complete when its predecessor called
-/// allowSuccessor), and every kernel of the stream must call it, or an earlier one's writes may not be visible.
+/// Launch `kernel` so that it overlaps its predecessor's tail, `cluster` blocks in x forming a thread block cluster;
+/// one block alone forms none, and must do without its instructions. The kernel must call waitForPredecessor() before
+/// it touches any activation (but for those that were complete when its predecessor called allowSuccessor), and every
+/// kernel of the stream must call it, or an earlier one's writes may not be visible.
 template <typename... Params, typename... Args>
 cudaError_t launchCluster(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t sharedBytes,
                           cudaStream_t stream, Args&&... args) {
@@ -30,7 +30,7 @@ cudaError_t launchCluster(void (*kernel)(Params...), dim3 grid, dim3 block, unsi
     config.dynamicSmemBytes = sharedBytes;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = cluster > 0 ? 2 : 1;
+    config.numAttrs = cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, Params(std::forward<Args>(args))...);
 }
 
@@ -38,7 +38,7 @@ cudaError_t launchCluster(void (*kernel)(Params...), dim3 grid, dim3 block, unsi
 template <typename... Params, typename... Args>
 cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, size_t sharedBytes, cudaStream_t stream,
                              Args&&... args) {
-    return launchCluster(kernel, grid, block, 0, sharedBytes, stream, std::forward<Args>(args)...);
+    return launchCluster(kernel, grid, block, 1, sharedBytes, stream, std::forward<Args>(args)...);
 }
 
 /// How many clusters of a kernel can be resident together on this GPU, at least 1.

@@ -18,7 +18,7 @@ constexpr int kPAIRS = kSPLIT_TOKENS * kTOP_K;
 constexpr int kWORDS = kPAIRS / kWARP;
 static_assert(kPAIRS % kWARP == 0 && kSPLIT_TOKENS <= 8 * kWARPS);
 
-/// Grid (ceil(T / warps)), one cluster. A pair is token * kTOP_K + slot.
+/// Grid (ceil(T / warps)), one cluster, of two blocks at least. A pair is token * kTOP_K + slot.
 template <int E>
 __global__ void __launch_bounds__(kTHREADS)
     moeChooseKernel(RouterChoiceParams const choice, MoeSortParams const params) {
@@ -108,7 +108,7 @@ cudaError_t launchInstance(RouterChoiceParams const& choice, MoeSortParams const
 } // namespace
 
 cudaError_t launchMoeChoose(RouterChoiceParams const& choice, MoeSortParams const& params, cudaStream_t stream) {
-    if (choice.tokens < 1 || choice.tokens > kSPLIT_TOKENS || params.pair_count != choice.tokens * kTOP_K ||
+    if (choice.tokens <= kWARPS || choice.tokens > kSPLIT_TOKENS || params.pair_count != choice.tokens * kTOP_K ||
         params.num_experts != choice.experts_count) {
         return cudaErrorInvalidValue;
     }

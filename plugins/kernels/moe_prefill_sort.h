@@ -36,7 +36,7 @@ constexpr int64_t moeMaxGroups(int64_t pairs, int64_t experts, int64_t group_siz
 /// Positions in order of expert, then of pair; groups in order of position. Three kernels.
 cudaError_t launchMoeSort(MoeSortParams const& params, cudaStream_t stream);
 
-/// launchRouterChoice and launchMoeSort of up to kSPLIT_TOKENS tokens in one kernel, which keeps the experts to itself:
+/// launchRouterChoice and launchMoeSort of 9 to kSPLIT_TOKENS tokens in one kernel, which keeps the experts to itself:
 /// choice.experts, params.experts and the scratch are left alone.
 cudaError_t launchMoeChoose(RouterChoiceParams const& choice, MoeSortParams const& params, cudaStream_t stream);
 
