@@ -32,13 +32,19 @@ constexpr int kLATENCY_UNITS = 3;    // Fewest of a split, below its maximum num
 constexpr int kTHROUGHPUT_SPLITS = 16;
 constexpr int kTHROUGHPUT_UNITS = 16;
 
-/// Wait for the `Warps` warps of a group.
-template <int Warps>
+/// Wait for the `Warps` warps of a group. Each group has an instruction of its own, with its barrier's number in it:
+/// for numbers from a register the kernel would reserve all 16 barriers.
+template <int Warps, int Groups>
 __device__ __forceinline__ void syncGroup(int group) {
     if constexpr (Warps == 1) {
         __syncwarp();
     } else {
-        syncNamed(1 + group, Warps * kWARP);
+#pragma unroll
+        for (int i = 0; i < Groups; ++i) {
+            if (i == group) {
+                syncNamed(1 + i, Warps * kWARP);
+            }
+        }
     }
 }
 
@@ -106,11 +112,11 @@ __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const&
     int stage = 0;
     for (int chunk = begin; chunk < item.chunk_end; chunk += GROUPS) {
         waitCopies<STAGES - 1>();
-        syncGroup<Share>(group); // The chunk is there for all.
+        syncGroup<Share, GROUPS>(group); // The chunk is there for all.
         int const first = chunk * kCHUNK;
         bool const masked = first + kCHUNK > old + 1 || first <= item.length - 1 - a.window;
         attendChunk(state, ring + stage * kCHUNK_BYTES, masked, first, a.window, lane);
-        syncGroup<Share>(group); // All have used it.
+        syncGroup<Share, GROUPS>(group); // All have used it.
         fetch(chunk + STAGES * GROUPS, stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
