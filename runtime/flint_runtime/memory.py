@@ -106,11 +106,11 @@ class MemoryPlan:
         mlp = hidden + c.intermediate_size
         moe = 2 * hidden + c.shared_expert_intermediate_size + chosen * (c.moe_intermediate_size + hidden)
         layer = 4 * hidden + max(qkv, mlp, moe + 2 * c.num_experts)
-        queries = c.num_attention_heads * limits.prefill_chunk
-        results = min(_SPLITS * 16 * c.num_attention_heads // kv_heads, queries * _MOST_SPLITS)
-        attention = 2 * (hidden * limits.prefill_chunk + queries * c.head_dim) * _BF16_BYTES + results * (c.head_dim + 2) * 4
-        head = 2 * hidden * limits.prefill_chunk * _BF16_BYTES + limits.logits_rows * c.vocab_size * 4
-        return max(layer * limits.prefill_chunk * _BF16_BYTES, attention, head)
+        heads, chunk = c.num_attention_heads, limits.prefill_chunk
+        results = min(_SPLITS * 16 * heads // kv_heads, chunk * heads * _MOST_SPLITS)
+        attention = 2 * (hidden + heads * c.head_dim) * chunk * _BF16_BYTES + results * (c.head_dim + 2) * 4
+        head = 2 * hidden * chunk * _BF16_BYTES + limits.logits_rows * c.vocab_size * 4
+        return max(layer * chunk * _BF16_BYTES, attention, head)
 
     @property
     def sampling_bytes(self) -> int:
