@@ -433,22 +433,31 @@ __global__ void __maxnreg__(Shape::kREGISTERS) sinkAttentionRowKernel(RowArgumen
     }
     RowFinder const finder(a, threadIdx.x % kWARP);
     RowItem item;
-    auto const take = [&](uint32_t parity) {
+    auto const expect = [&] {
         if (threadIdx.x == 0) {
             s.received.expect(sizeof(s.values) + sizeof(s.stats));
         }
-        releaseCluster(); // What this block was sent for the item before has been read.
-        attendRow<Shape, Raw>(a, item, s, parity);
     };
     int number = blockIdx.x / Shape::kCLUSTER;
+    expect();
+    arriveCluster(); // Orders nothing, as there is nothing yet: little time is left before the wait.
     if constexpr (Shape::kROUNDS == 1) { // A cluster for each item.
         finder.find(a, number, item);
-        take(0);
+        attendRow<Shape, Raw>(a, item, s, 0);
     } else {
-        for (uint32_t parity = 0; finder.find(a, number, item); parity ^= 1) {
-            take(parity);
+        bool found = finder.find(a, number, item);
+        if (!found) {
+            waitCluster();
+        }
+        for (uint32_t parity = 0; found; parity ^= 1) {
+            attendRow<Shape, Raw>(a, item, s, parity);
             number += gridDim.x / Shape::kCLUSTER;
             __syncthreads(); // The results in this memory have been merged.
+            found = finder.find(a, number, item);
+            if (found) {
+                expect();
+                releaseCluster(); // What this block was sent for the item before has been read.
+            }
         }
     }
     waitForPredecessor(); // Also without an item: this kernel's end must not overtake its predecessor's.
