@@ -109,6 +109,17 @@ __device__ __forceinline__ void waitCopies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+/// Wait until an mbarrier in shared memory completes; `parity` of the times that it has before.
+__device__ __forceinline__ void waitMbarrier(uint64_t const* barrier, uint32_t parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(sharedAddress(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
 /// A barrier in shared memory that completes when all bytes announced to it have arrived.
 class CopyBarrier {
   public:
@@ -135,15 +146,7 @@ class CopyBarrier {
     }
 
     /// Wait for all copies; `parity` is 0 the first time, 1 the second, and so on.
-    __device__ __forceinline__ void wait(uint32_t parity = 0) {
-        asm volatile("{\n"
-                     ".reg .pred done;\n"
-                     "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-                     "@!done bra again;\n"
-                     "}" ::"r"(sharedAddress(&mState)),
-                     "r"(parity)
-                     : "memory");
-    }
+    __device__ __forceinline__ void wait(uint32_t parity = 0) { waitMbarrier(&mState, parity); }
 
   private:
     uint64_t mState;

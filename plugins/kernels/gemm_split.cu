@@ -90,15 +90,7 @@ class StageBarrier {
     }
 
     /// Wait for all threads; `parity` of the times that the barrier has completed before.
-    __device__ __forceinline__ void wait(int parity) {
-        asm volatile("{\n"
-                     ".reg .pred done;\n"
-                     "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-                     "@!done bra again;\n"
-                     "}" ::"r"(sharedAddress(&mState)),
-                     "r"(parity)
-                     : "memory");
-    }
+    __device__ __forceinline__ void wait(int parity) { waitMbarrier(&mState, parity); }
 
   private:
     uint64_t mState;
