@@ -110,12 +110,16 @@ __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const&
     }
 
     int stage = 0;
-    for (int chunk = begin; chunk < item.chunk_end; chunk += GROUPS) {
+    // All groups take the same number of turns, also of nothing: racecheck loses count of barriers that only some of a
+    // block's warps have passed, and then reports merges that a barrier of all warps separates.
+    for (int chunk = begin; chunk - group < item.chunk_end; chunk += GROUPS) {
         waitCopies<STAGES - 1>();
         syncGroup<Share, GROUPS>(group); // The chunk is there for all.
-        int const first = chunk * kCHUNK;
-        bool const masked = first + kCHUNK > old + 1 || first <= item.length - 1 - a.window;
-        attendChunk(state, ring + stage * kCHUNK_BYTES, masked, first, a.window, lane);
+        if (chunk < item.chunk_end) {
+            int const first = chunk * kCHUNK;
+            bool const masked = first + kCHUNK > old + 1 || first <= item.length - 1 - a.window;
+            attendChunk(state, ring + stage * kCHUNK_BYTES, masked, first, a.window, lane);
+        }
         syncGroup<Share, GROUPS>(group); // All have used it.
         fetch(chunk + STAGES * GROUPS, stage);
         stage = stage + 1 == STAGES ? 0 : stage + 1;

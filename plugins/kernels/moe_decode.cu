@@ -42,7 +42,6 @@ __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
         copied.open();
     }
     waitForPredecessor();
-    allowSuccessor();       // after the wait: the down kernel reads the routing before its own wait
     if (threadIdx.x == 0) { // x comes while weights do
         copied.expect(H * 2);
         RowX<H>::copy(copied, work.x, 1, row);
@@ -62,6 +61,8 @@ __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     int const expert = chosen[slot];
     SliceOf<F, H> slice;
     slice.template load<H>(params.up + (int64_t{expert} * EXPERT_PANELS + panel) * panelBytes(F, H), part, lane);
+    // After the wait, as the down kernel reads the routing before its own; and now, as its weights would delay these.
+    allowSuccessor();
     GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
     copied.wait(); // opened before the barrier of routing
     float acc[1][4];

@@ -77,17 +77,21 @@ struct NormShare {
 /// Shared memory of a block that normalises rows.
 template <int H, int THREADS>
 struct NormScratch {
+    using Share = NormShare<H, THREADS>;
     alignas(16) float weights[H];
     float sums[THREADS / kWARP];
 
-    /// Start bringing the norm weights, before the wait for the activations: each thread those that it will use. Not
-    /// into registers, which are full of the projection's weights then: the assembler would load them behind the wait.
+    /// Start bringing the norm weights, before the wait for the activations: each thread those that it will use, or,
+    /// where a block has several rows at once, the first row's threads for all of them. Not into registers, which are
+    /// full of the projection's weights then: the assembler would load them behind the wait.
     __device__ __forceinline__ void prefetch(float const* source) {
 #pragma unroll
-        for (int i = 0; i < NormShare<H, THREADS>::kPER_THREAD; ++i) {
-            int const column = NormShare<H, THREADS>::column(i);
-            copyAsync16(sharedAddress(weights + column), source + column);
-            copyAsync16(sharedAddress(weights + column + 4), source + column + 4);
+        for (int i = 0; i < Share::kPER_THREAD; ++i) {
+            if (Share::kROWS == 1 || threadIdx.x < Share::kSEGMENTS) {
+                int const column = Share::column(i);
+                copyAsync16(sharedAddress(weights + column), source + column);
+                copyAsync16(sharedAddress(weights + column + 4), source + column + 4);
+            }
         }
         commitCopies();
     }
@@ -141,6 +145,9 @@ __device__ __forceinline__ void normalizeRows(NormParams const& params, NormScra
         }
         if (first == 0) {
             waitCopies<0>();
+            if constexpr (ROWS > 1) {
+                __syncthreads(); // other threads' copies, too
+            }
         }
         float const scale = rsqrtf(squares / H + params.eps);
 #pragma unroll
