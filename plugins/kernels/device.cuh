@@ -145,8 +145,16 @@ class CopyBarrier {
                      : "memory");
     }
 
+    /// The same of bytes that the step reads once.
+    __device__ __forceinline__ void copyOnce(void* shared, void const* global, int bytes) {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                     "[%3], %4;" ::"r"(sharedAddress(shared)),
+                     "l"(global), "r"(bytes), "r"(sharedAddress(&mState)), "l"(readOncePolicy())
+                     : "memory");
+    }
+
     /// Wait for all copies; `parity` is 0 the first time, 1 the second, and so on.
-    __device__ __forceinline__ void wait(uint32_t parity = 0) { waitMbarrier(&mState, parity); }
+    __device__ __forceinline__ void wait(uint32_t parity = 0) const { waitMbarrier(&mState, parity); }
 
   private:
     uint64_t mState;

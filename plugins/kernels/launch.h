@@ -41,6 +41,43 @@ cudaError_t launchOverlapped(void (*kernel)(Params...), dim3 grid, dim3 block, s
     return launchCluster(kernel, grid, block, 1, sharedBytes, stream, std::forward<Args>(args)...);
 }
 
+/// Let a kernel use this much dynamic shared memory: beside its static one, more than 48 KB in all must be allowed.
+/// Cheap; called before each launch that needs it.
+template <typename Kernel>
+cudaError_t allowShared(Kernel kernel, size_t sharedBytes) {
+    if (sharedBytes <= 16 * 1024) {
+        return cudaSuccess;
+    }
+    return cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(sharedBytes));
+}
+
+/// Launch a kernel that has a block or so for each multiprocessor, `spread` over them; else as launchOverlapped does.
+///
+/// Several kernels of a decode step are in flight, for the one that a kernel waits for may still be waiting itself, and
+/// their blocks crowd where they find room: of a kernel with a block for nearly each of an H200's multiprocessors, 21
+/// had three blocks and 66 none. So each block takes a third of a multiprocessor's shared memory, beside the little
+/// that every block needs, and two of them have room.
+template <typename... Params, typename... Args>
+cudaError_t launchSpread(bool spread, void (*kernel)(Params...), dim3 grid, dim3 block, size_t sharedBytes,
+                         cudaStream_t stream, Args&&... args) {
+    int device = 0, all = 0;
+    cudaFuncAttributes attributes{};
+    for (cudaError_t const status :
+         {cudaGetDevice(&device), cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
+          cudaFuncGetAttributes(&attributes, kernel)}) {
+        if (status != cudaSuccess) {
+            return status;
+        }
+    }
+    size_t const third = static_cast<size_t>(all) / 3, fixed = attributes.sharedSizeBytes;
+    size_t const bytes = spread && fixed + sharedBytes < third ? third - fixed : sharedBytes;
+    if (cudaError_t const status = allowShared(kernel, bytes); status != cudaSuccess) {
+        return status;
+    }
+    return launchOverlapped(kernel, grid, block, bytes, stream, std::forward<Args>(args)...);
+}
+
 /// How many clusters of a kernel can be resident together on this GPU, at least 1.
 template <typename Kernel>
 cudaError_t residentClusters(Kernel kernel, dim3 block, unsigned cluster, size_t sharedBytes, int& clusters) {
@@ -69,17 +106,6 @@ inline cudaError_t blockSharedBytes(int& bytes) {
     cudaError_t const status = cudaGetDevice(&device);
     return status != cudaSuccess ? status
                                  : cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-}
-
-/// Let a kernel use this much dynamic shared memory: beside its static one, more than 48 KB in all must be allowed.
-/// Cheap; called before each launch that needs it.
-template <typename Kernel>
-cudaError_t allowShared(Kernel kernel, size_t sharedBytes) {
-    if (sharedBytes <= 16 * 1024) {
-        return cudaSuccess;
-    }
-    return cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                static_cast<int>(sharedBytes));
 }
 
 } // namespace flint

@@ -60,10 +60,8 @@ cudaError_t launchTokens(LinearParams const& params, cudaStream_t stream) {
     auto const kernel = linearDecodeKernel<F, K, TOKENS, ORDERED>;
     constexpr int PARTS = Split<F, K>::kSPLIT;
     constexpr size_t BYTES = kSTAGED_BYTES<F, K, TOKENS>;
-    if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
-        return error;
-    }
-    return launchOverlapped(kernel, dim3(params.rows / kPANEL_ROWS), dim3(PARTS * kWARP), BYTES, stream, params);
+    dim3 const grid(params.rows / kPANEL_ROWS), block(PARTS * kWARP);
+    return launchSpread(kSPREADS<F, TOKENS>, kernel, grid, block, BYTES, stream, params);
 }
 
 /// Token after token: the same bits, as a token is a column of the products by itself.

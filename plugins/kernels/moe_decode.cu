@@ -26,25 +26,36 @@ constexpr int kUP_PANELS = F == WeightFormat::kNVFP4 ? 3 : 1;
 template <WeightFormat F, int H>
 constexpr int kUP_SINGLE_WARPS = kUP_PANELS<F> * Split<F, H>::kSPLIT;
 
+template <WeightFormat F, int H>
+struct UpSingleShared {
+    CopiedSlice<F, H> slices[kUP_SINGLE_WARPS<F, H>];
+    alignas(16) uint8_t row[H * 2];
+    alignas(16) float sums[PartialSums::floats(kUP_SINGLE_WARPS<F, H>)];
+    CopyBarrier copied;
+    int chosen[kTOP_K];
+};
+
 /// One token. Grid (6 * 2 I / 16 / kUP_PANELS): consecutive panels of the chosen experts, in slot order.
 template <WeightFormat F, int H, int E, int I>
 __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     moeUpSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
     constexpr int PARTS = Split<F, H>::kSPLIT, WARPS = kUP_SINGLE_WARPS<F, H>, PANELS = kUP_PANELS<F>;
-    __shared__ __align__(16) uint8_t row[H * 2];
-    __shared__ __align__(16) float sums[PartialSums::floats(WARPS)];
-    __shared__ CopyBarrier copied;
-    __shared__ int chosen[kTOP_K];
+    extern __shared__ __align__(16) uint8_t raw[];
+    auto& shared = *reinterpret_cast<UpSingleShared<F, H>*>(raw);
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, part = warp % PARTS, group = warp / PARTS;
     constexpr int EXPERT_PANELS = 2 * I / kPANEL_ROWS;
     int const index = blockIdx.x * PANELS + group, slot = index / EXPERT_PANELS, panel = index % EXPERT_PANELS;
+    CopiedSlice<F, H>& slice = shared.slices[warp];
     if (threadIdx.x == 0) {
-        copied.open();
+        shared.copied.open();
+    }
+    if (lane == 0) {
+        slice.open();
     }
     waitForPredecessor();
     if (threadIdx.x == 0) { // x comes while weights do
-        copied.expect(H * 2);
-        RowX<H>::copy(copied, work.x, 1, row);
+        shared.copied.expect(H * 2);
+        RowX<H>::copy(shared.copied, work.x, 1, shared.row);
     }
     // One warp routes: all of them would read the same few lines at the same time, which the L2 serves one by one.
     if (warp == WARPS - 1) {
@@ -53,21 +64,23 @@ __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
         RouterKeys<E> keys(logits, lane);
 #pragma unroll 1                          // the code comes from the L2, too
         for (int i = 0; i <= slot; ++i) { // the block's last slot
-            uint32_t top;
-            chosen[i] = keys.takeBest(lane, top);
+            if (auto const best = keys.takeBest(lane); best.mine) {
+                shared.chosen[i] = best.expert;
+            }
         }
     }
     __syncthreads();
-    int const expert = chosen[slot];
-    SliceOf<F, H> slice;
-    slice.template load<H>(params.up + (int64_t{expert} * EXPERT_PANELS + panel) * panelBytes(F, H), part, lane);
+    int const expert = shared.chosen[slot];
+    if (lane == 0) {
+        slice.copy(params.up + (int64_t{expert} * EXPERT_PANELS + panel) * panelBytes(F, H), part);
+    }
     // After the wait, as the down kernel reads the routing before its own; and now, as its weights would delay these.
     allowSuccessor();
     GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
-    copied.wait(); // opened before the barrier of routing
+    shared.copied.wait(); // opened before the barrier of routing
     float acc[1][4];
-    slice.multiply(acc, part, RowX<H>{row, lane}); // in every column, see SharedX
-    PartialSums const partial{sums + PartialSums::floats(group * PARTS)};
+    slice.multiply(acc, part, lane, RowX<H>{shared.row, lane}); // in every column, see SharedX
+    PartialSums const partial{shared.sums + PartialSums::floats(group * PARTS)};
     partial.store(acc[0], part, lane);
     __syncthreads();
     if (int const unit = threadIdx.x % (PARTS * kWARP); unit < 8) {
@@ -139,7 +152,7 @@ __global__ void __launch_bounds__(kUP_WARPS<F>* kWARP, 1)
             slice.template load<H>(weight, part, lane);
         }
     };
-    RowX<H> const x{lane / 4 < params.tokens ? shared.x + lane / 4 * RowX<H>::kSTRIDE : nullptr, lane};
+    RowX<H> const x{shared.x + min(lane / 4, params.tokens - 1) * RowX<H>::kSTRIDE, lane};
     auto const compute = [&](SliceOf<F, H> const& slice, int unit, float* sums) {
         bool const isShared = unit >= routed;
         int const index = isShared ? 0 : unit / PANELS, panel = isShared ? unit - routed : unit % PANELS;
@@ -334,9 +347,8 @@ __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP
     shared.copied.wait();
     if (sharedPart >= 0) {
         float acc[1][4];
-        bool const present = column < params.tokens;
-        slice.multiply(acc, sharedPart,
-                       RowX<S>{present ? shared.shared_act + column * RowX<S>::kSTRIDE : nullptr, lane});
+        int const token = min(column, params.tokens - 1);
+        slice.multiply(acc, sharedPart, RowX<S>{shared.shared_act + token * RowX<S>::kSTRIDE, lane});
         PartialSums{shared.sums}.store(acc[0], sharedPart, lane);
     } else {
         float sum[4] = {};
@@ -347,14 +359,14 @@ __global__ void __launch_bounds__((kEXPERT_WARPS<F> + kSHARED_WARPS<F, S>)*kWARP
             if constexpr (AHEAD) {
                 load(next, nextIndex, nextPart);
             }
-            int const mine = routes.pair[index][column];
+            int const mine = max(static_cast<int>(routes.pair[index][column]), 0);
             // Loaded here: behind the product it would be waited for.
             float const scale =
                 kRESTORE<F> * (params.down_scale == nullptr
                                    ? 1.0f
                                    : __uint_as_float(loadNow4(params.down_scale + routes.distinct[index])));
             float acc[1][4];
-            slice.multiply(acc, part, RowX<I>{mine < 0 ? nullptr : shared.act + mine * RowX<I>::kSTRIDE, lane});
+            slice.multiply(acc, part, RowX<I>{shared.act + mine * RowX<I>::kSTRIDE, lane});
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 sum[i] += acc[0][i];
@@ -431,12 +443,14 @@ cudaError_t launchShape(MoeParams const& params, MoeDecodeWorkspace const& work,
     constexpr int PANELS = kTOP_K * 2 * I / kPANEL_ROWS;
     static_assert(PANELS % kUP_PANELS<F> == 0);
     dim3 const grid(PANELS / kUP_PANELS<F>), block(kUP_SINGLE_WARPS<F, H> * kWARP);
-    cudaError_t const error = launchOverlapped(moeUpSingleKernel<F, H, E, I>, grid, block, 0, stream, params, work);
+    static_assert(sizeof(UpSingleShared<F, H>) <= kCOMMON_SHARED_BYTES);
+    cudaError_t const error = launchSpread(kSPREADS<F, 1>, moeUpSingleKernel<F, H, E, I>, grid, block,
+                                           sizeof(UpSingleShared<F, H>), stream, params, work);
     if (error != cudaSuccess) {
         return error;
     }
-    return launchOverlapped(moeDownSingleKernel<F, E, I, S>, dim3(H / kPANEL_ROWS),
-                            dim3(kSINGLE_WARPS<F, I, S> * kWARP), 0, stream, params, work);
+    return launchSpread(kSPREADS<F, 1>, moeDownSingleKernel<F, E, I, S>, dim3(H / kPANEL_ROWS),
+                        dim3(kSINGLE_WARPS<F, I, S> * kWARP), 0, stream, params, work);
 }
 
 template <WeightFormat F>

@@ -126,7 +126,6 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP, panel = blockIdx.x;
     int const expert = blockIdx.x * kROUTER_ROWS; // a multiple of it
     bool const routes = expert < params.experts;
-    allowSuccessor();
     SliceOf<F, H> slice;
     slice.template load<H>(params.shared_up + panel * panelBytes(F, H), part, lane);
     RouterShare<R, H, PARTS> rows{part, lane};
@@ -138,6 +137,7 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     ReadySlice<F, Split<F, H>::kTILES, kROUTE_READY<F, R, H>> const ready(slice);
     ready.hold(params.tokens < 0, work.logits);
     waitForPredecessor();
+    allowSuccessor(); // not before: the up kernel has nothing to load yet, and would take others' room
 
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
     bool const keeps = blockIdx.x == 0;
@@ -257,8 +257,8 @@ cudaError_t launchInstance(MoeParams const& params, MoeDecodeWorkspace const& wo
         if (params.experts % kROUTER_ROWS != 0 || params.experts > panels * kROUTER_ROWS) {
             return cudaErrorInvalidValue;
         }
-        return launchOverlapped(moeRouteSingleKernel<F, R, H>, dim3(panels), dim3(Split<F, H>::kSPLIT * kWARP), 0,
-                                stream, params, work);
+        return launchSpread(kSPREADS<F, 1>, moeRouteSingleKernel<F, R, H>, dim3(panels),
+                            dim3(Split<F, H>::kSPLIT * kWARP), 0, stream, params, work);
     }
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
     if (cudaError_t const error = launchNormRows(norm, H, RowOrder::kDECODE, work.x, stream); error != cudaSuccess) {

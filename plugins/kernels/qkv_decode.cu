@@ -92,8 +92,9 @@ cudaError_t launchTokens(QkvParams const& params, bf16 const* x, bf16* raw, cuda
     using S = Shape<F, H, TOKENS>;
     static_assert(kHEAD_DIM / kPANEL_ROWS % S::kPANELS == 0); // a block's rows have one tensor scale
     unsigned const panels = (params.heads + 2 * params.kv_heads) * (kHEAD_DIM / kPANEL_ROWS);
-    return launchOverlapped(qkvProjectKernel<F, H, TOKENS>, dim3(panels / S::kPANELS), dim3(S::kTHREADS), 0, stream,
-                            params, x, raw);
+    auto const kernel = qkvProjectKernel<F, H, TOKENS>;
+    dim3 const grid(panels / S::kPANELS), block(S::kTHREADS);
+    return launchSpread(kSPREADS<F, TOKENS>, kernel, grid, block, 0, stream, params, x, raw);
 }
 
 template <WeightFormat F>

@@ -58,16 +58,14 @@ struct SortedKeys {
 
 } // namespace detail
 
-/// The logits of one token in a warp: kLISTS lists, of each of which lane l holds the kTOGETHER consecutive experts
-/// from kTOGETHER l on.
+/// The logits of one token in a warp: a lane holds consecutive experts, in kLISTS lists of kTOGETHER.
 template <int E>
 struct RouterLogits {
     static constexpr int kTOGETHER = E % (4 * kWARP) == 0 ? 4 : 1;
-    static constexpr int kLIST = kTOGETHER * kWARP; ///< experts of a list
-    static constexpr int kLISTS = (E + kLIST - 1) / kLIST;
+    static constexpr int kLISTS = (E + kTOGETHER * kWARP - 1) / (kTOGETHER * kWARP);
     float values[kLISTS][kTOGETHER];
 
-    static __device__ __forceinline__ int expert(int list, int lane) { return list * kLIST + lane * kTOGETHER; }
+    static __device__ __forceinline__ int expert(int list, int lane) { return (lane * kLISTS + list) * kTOGETHER; }
 
     /// `logits` [E] f32 in global memory, read past L1.
     __device__ __forceinline__ void load(float const* logits, int lane) {
@@ -87,12 +85,18 @@ struct RouterLogits {
     }
 };
 
-/// The same as keys in the order of floats, sorted within each lane's part of a list: a choice is one maximum over the
-/// warp and one vote.
+/// The same as keys in the order of floats, each list sorted: a choice is one maximum over the warp and one vote.
 template <int E>
 struct RouterKeys {
     using Logits = RouterLogits<E>;
     detail::SortedKeys<Logits::kTOGETHER> lists[Logits::kLISTS];
+
+    struct Best {
+        uint32_t key;
+        unsigned holders; ///< lanes with such a key; the lowest one has held this
+        bool mine;        ///< whether this lane is that one
+        int expert;       ///< there
+    };
 
     __device__ __forceinline__ RouterKeys(Logits const& logits, int lane) {
 #pragma unroll
@@ -105,28 +109,30 @@ struct RouterKeys {
         }
     }
 
-    /// Take the expert with the largest logit away, ties to the lowest index; every lane gets it and its key. Not more
-    /// than E times.
-    __device__ __forceinline__ int takeBest(int lane, uint32_t& top) {
-        uint32_t best = 0;
+    /// Take the expert with the largest logit away, ties to the lowest index. Not more than E times.
+    __device__ __forceinline__ Best takeBest(int lane) {
+        uint32_t mine = 0;
 #pragma unroll
         for (int i = 0; i < Logits::kLISTS; ++i) {
-            best = max(best, lists[i].keys[0]);
+            mine = max(mine, lists[i].keys[0]);
         }
-        top = __reduce_max_sync(0xFFFFFFFFu, best);
-        // The lowest index among equals: the first lane's of those in the first list that has any.
-        unsigned holders = 0;
-        int expert = 0;
+        Best best;
+        best.key = __reduce_max_sync(0xFFFFFFFFu, mine);
+        // The lowest index among equals: in the first lane that has any, in its first list.
+        best.holders = __ballot_sync(0xFFFFFFFFu, mine == best.key);
+        best.mine = (best.holders & (0u - best.holders)) == 1u << lane;
+        best.expert = 0;
+        bool found = false;
 #pragma unroll
         for (int i = 0; i < Logits::kLISTS; ++i) {
-            unsigned const found = __ballot_sync(0xFFFFFFFFu, lists[i].keys[0] == top);
-            expert = holders == 0 ? Logits::expert(i, lane) + static_cast<int>(lists[i].places % 256) : expert;
-            if (holders == 0 && (found & (0u - found)) == 1u << lane) {
+            bool const here = !found && lists[i].keys[0] == best.key;
+            best.expert = here ? Logits::expert(i, lane) + static_cast<int>(lists[i].places % 256) : best.expert;
+            found = found || here;
+            if (best.mine && here) {
                 lists[i].pop();
             }
-            holders = holders == 0 ? found : holders;
         }
-        return __shfl_sync(0xFFFFFFFFu, expert, __ffs(holders) - 1);
+        return best;
     }
 };
 
@@ -138,9 +144,9 @@ __device__ __forceinline__ Routes routeToken(RouterLogits<E> const& logits, int 
     float total = 0;
 #pragma unroll
     for (int slot = 0; slot < kTOP_K; ++slot) {
-        uint32_t top;
-        routes.expert[slot] = keys.takeBest(lane, top);
-        routes.weight[slot] = 1.0f / (1.0f + expf(-detail::fromKey(top)));
+        auto const best = keys.takeBest(lane);
+        routes.expert[slot] = __shfl_sync(0xFFFFFFFFu, best.expert, __ffs(static_cast<int>(best.holders)) - 1);
+        routes.weight[slot] = 1.0f / (1.0f + expf(-detail::fromKey(best.key)));
         total += routes.weight[slot];
     }
 #pragma unroll

@@ -23,6 +23,48 @@ struct Split {
     static_assert(K % kTILE_COLUMNS == 0 && kALL_TILES % kSPLIT == 0);
 };
 
+/// Products of a panel's tiles with GROUPS groups of eight tokens, summed.
+template <int GROUPS>
+struct TileSums {
+    /// Few groups: several accumulators, or each instruction would wait for the one before it.
+    static constexpr int kCHAINS = GROUPS == 1 ? 4 : 1;
+    float sums[GROUPS][kCHAINS][4] = {};
+
+    /// Add COUNT tiles from `first` on; `operandsOf(i, a)` makes the A operands of the i-th of them.
+    template <int COUNT, typename X, typename Operands>
+    __device__ __forceinline__ void add(int first, X const& x, Operands const& operandsOf) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            uint32_t a[4][4];
+            operandsOf(i, a);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                uint4 const low = x(first + i, 0, group);
+                uint4 const high = x(first + i, 1, group);
+                mma16816(sums[group][0], a[0], low.x, low.y);
+                mma16816(sums[group][1 % kCHAINS], a[1], low.z, low.w);
+                mma16816(sums[group][2 % kCHAINS], a[2], high.x, high.y);
+                mma16816(sums[group][3 % kCHAINS], a[3], high.z, high.w);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void fold(float (&acc)[GROUPS][4]) const {
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float sum = sums[group][0][i];
+#pragma unroll
+                for (int chain = 1; chain < kCHAINS; ++chain) {
+                    sum += sums[group][chain][i];
+                }
+                acc[group][i] = sum;
+            }
+        }
+    }
+};
+
 /// One warp's share of a panel, TILES consecutive tiles, in registers.
 template <WeightFormat F, int TILES>
 struct Slice {
@@ -92,35 +134,9 @@ struct Slice {
     template <int GROUPS, typename X, typename Operands>
     static __device__ __forceinline__ void multiplyTiles(float (&acc)[GROUPS][4], int part, X const& x,
                                                          Operands const& operandsOf) {
-        // Few groups: several accumulators, or each instruction would wait for the one before it.
-        constexpr int CHAINS = GROUPS == 1 ? 4 : 1;
-        float sums[GROUPS][CHAINS][4] = {};
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            uint32_t a[4][4];
-            operandsOf(i, a);
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                uint4 const low = x(part * TILES + i, 0, group);
-                uint4 const high = x(part * TILES + i, 1, group);
-                mma16816(sums[group][0], a[0], low.x, low.y);
-                mma16816(sums[group][1 % CHAINS], a[1], low.z, low.w);
-                mma16816(sums[group][2 % CHAINS], a[2], high.x, high.y);
-                mma16816(sums[group][3 % CHAINS], a[3], high.z, high.w);
-            }
-        }
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float sum = sums[group][0][i];
-#pragma unroll
-                for (int chain = 1; chain < CHAINS; ++chain) {
-                    sum += sums[group][chain][i];
-                }
-                acc[group][i] = sum;
-            }
-        }
+        TileSums<GROUPS> sums;
+        sums.template add<TILES>(part * TILES, x, operandsOf);
+        sums.fold(acc);
     }
 };
 
@@ -133,6 +149,10 @@ constexpr int kREADY_BLOCKS = F == WeightFormat::kNVFP4 ? 3 : 1;
 template <WeightFormat F>
 constexpr int kREADY_BLOCKS = 1;
 #endif
+
+/// Whether a kernel's blocks are for launchSpread: BF16 ones are to be several to a multiprocessor.
+template <WeightFormat F, int TOKENS>
+constexpr bool kSPREADS = TOKENS == 1 && F == WeightFormat::kNVFP4;
 
 /// A share whose operands were made while the kernel had nothing else to do: before the wait for the activations.
 /// Dequantising takes as long as all else that follows the wait. READY: tiles for which there are registers; the other
@@ -186,6 +206,72 @@ struct ReadySlice {
 template <WeightFormat F, int K>
 using SliceOf = Slice<F, Split<F, K>::kTILES>;
 
+/// A warp's share of a panel in shared memory. The copy engine brings it, in two halves: no registers are needed while
+/// it is under way, and no instructions to ask for each line.
+template <WeightFormat F, int K>
+struct CopiedSlice {
+    static constexpr bool kPACKED = F == WeightFormat::kNVFP4;
+    static constexpr int kTILES = Split<F, K>::kTILES, kHALF = kTILES / 2;
+    static constexpr int kTILE_BYTES = kPACKED ? 512 : 2048;
+    static constexpr int kSCALE_BYTES = kPACKED ? kTILES * 64 : 0;
+    static_assert(kTILES % 2 == 0);
+    alignas(16) uint8_t tiles[kTILES * kTILE_BYTES];
+    alignas(16) uint8_t scales[kPACKED ? kSCALE_BYTES : 16];
+    CopyBarrier halves[2];
+
+    /// By one thread; all others see it after a barrier.
+    __device__ __forceinline__ void open() {
+        halves[0].open();
+        halves[1].open();
+    }
+
+    /// Start copying share `part` of `panel`, by one thread.
+    __device__ __forceinline__ void copy(uint8_t const* panel, int part) {
+        constexpr int HALF_BYTES = kHALF * kTILE_BYTES;
+        uint8_t const* const source = panel + part * (2 * HALF_BYTES);
+        halves[0].expect(HALF_BYTES + kSCALE_BYTES);
+        halves[0].copyOnce(tiles, source, HALF_BYTES);
+        if constexpr (kPACKED) {
+            halves[0].copyOnce(scales, panel + 8 * K + part * kSCALE_BYTES, kSCALE_BYTES);
+        }
+        halves[1].expect(HALF_BYTES);
+        halves[1].copyOnce(tiles + HALF_BYTES, source + HALF_BYTES, HALF_BYTES);
+    }
+
+    /// acc = share * x, as Slice does, and with the same bits.
+    template <typename X>
+    __device__ __forceinline__ void multiply(float (&acc)[1][4], int part, int lane, X const& x) const {
+        TileSums<1> sums;
+#pragma unroll 1 // the code comes from the L2, too
+        for (int half = 0; half < 2; ++half) {
+            halves[half].wait();
+            sums.template add<kHALF>(part * kTILES + half * kHALF, x,
+                                     [&](int i, uint32_t (&a)[4][4]) { operands(half * kHALF + i, lane, a); });
+        }
+        sums.fold(acc);
+    }
+
+  private:
+    __device__ __forceinline__ void operands(int i, int lane, uint32_t (&a)[4][4]) const {
+        auto const* const mine = reinterpret_cast<uint4 const*>(tiles + i * kTILE_BYTES) + lane;
+        if constexpr (kPACKED) {
+            constexpr int GROUP = scaleGroup(K / kTILE_COLUMNS);
+            auto const* const group =
+                reinterpret_cast<uint16_t const*>(scales + i / GROUP * (GROUP * 64)) + lane * GROUP;
+            dequantize(*mine, group[i % GROUP], a);
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                uint4 const four = mine[j * kWARP];
+                a[j][0] = four.x;
+                a[j][1] = four.y;
+                a[j][2] = four.z;
+                a[j][3] = four.w;
+            }
+        }
+    }
+};
+
 /// Activations in shared memory, ordered: [K / 64 tiles][2 halves][TOKENS][4 lanes t][8 values]. 16-byte reads of a
 /// warp are contiguous. One token stands in every column of the product, which costs nothing: nobody reads the other
 /// ones.
@@ -215,7 +301,7 @@ struct SharedX {
 };
 
 /// Ordered rows [K] in shared memory, as they stand in global memory but `kSTRIDE` bytes apart (neighbours' reads then
-/// meet other banks). `row`: of the lane's token, nullptr reads as zeros.
+/// meet other banks). `row`: of the lane's token; of one that is not there any row, for its column is not read.
 template <int K>
 struct RowX {
     static constexpr int kSTRIDE = K * 2 + 16;
@@ -223,9 +309,6 @@ struct RowX {
     int lane;
 
     __device__ __forceinline__ uint4 operator()(int tile, int half, int) const {
-        if (row == nullptr) {
-            return make_uint4(0, 0, 0, 0);
-        }
         return *reinterpret_cast<uint4 const*>(row + tile * 128 + lane % 4 * 32 + half * 16);
     }
 
