@@ -10,7 +10,7 @@ COMPILED := build/.compiled
 empty :=
 space := $(empty) $(empty)
 
-.PHONY: help setup plugins demo test test-gpu lint format bench bench-gpu clean
+.PHONY: help setup plugins demo test test-gpu sanitize lint format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -43,6 +43,12 @@ test: plugins  ## CPU tests
 
 test-gpu: plugins  ## Tests that need a CUDA device, and torch with CUDA
 	$(BIN)/pytest -m gpu
+
+# A process a test: behind a process's first error memcheck would say nothing true.
+sanitize: plugins  ## compute-sanitizer's memcheck and racecheck over GPU tests of small shapes (about half an hour)
+	@for tool in memcheck racecheck; do while read -r test; do echo "$$tool $$test"; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/pytest -q -p no:cacheprovider "$$test" </dev/null || exit 1; \
+	done < tests/gpu/sanitizer.txt; done
 
 lint: plugins  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
