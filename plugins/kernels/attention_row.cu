@@ -440,7 +440,8 @@ __global__ void __maxnreg__(Shape::kREGISTERS) sinkAttentionRowKernel(RowArgumen
     };
     int number = blockIdx.x / Shape::kCLUSTER;
     expect();
-    arriveCluster(); // Orders nothing, as there is nothing yet: little time is left before the wait.
+    // Orders no memory, for little time is left before the wait: `received` is ordered by the fence of open().
+    arriveCluster();
     if constexpr (Shape::kROUNDS == 1) { // A cluster for each item.
         finder.find(a, number, item);
         attendRow<Shape, Raw>(a, item, s, 0);

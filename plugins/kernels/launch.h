@@ -52,12 +52,16 @@ cudaError_t allowShared(Kernel kernel, size_t sharedBytes) {
                                 static_cast<int>(sharedBytes));
 }
 
+/// The least third of a multiprocessor's shared memory that launchSpread takes: compute capability 9.0 and 10.0 have
+/// 76 KB, 12.x has 33.
+constexpr size_t kSPREAD_BYTES = 64 * 1024;
+
 /// Launch a kernel that has a block or so for each multiprocessor, `spread` over them; else as launchOverlapped does.
 ///
 /// Several kernels of a decode step are in flight, for the one that a kernel waits for may still be waiting itself, and
 /// their blocks crowd where they find room: of a kernel with a block for nearly each of an H200's multiprocessors, 21
-/// had three blocks and 66 none. So each block takes a third of a multiprocessor's shared memory, beside the little
-/// that every block needs, and two of them have room.
+/// had three blocks and 66 none. So each block takes at least a third of a multiprocessor's shared memory, beside the
+/// little that every block needs: at most two have room. Not where a third is little: windows' blocks need theirs.
 template <typename... Params, typename... Args>
 cudaError_t launchSpread(bool spread, void (*kernel)(Params...), dim3 grid, dim3 block, size_t sharedBytes,
                          cudaStream_t stream, Args&&... args) {
@@ -71,7 +75,8 @@ cudaError_t launchSpread(bool spread, void (*kernel)(Params...), dim3 grid, dim3
         }
     }
     size_t const third = static_cast<size_t>(all) / 3, fixed = attributes.sharedSizeBytes;
-    size_t const bytes = spread && fixed + sharedBytes < third ? third - fixed : sharedBytes;
+    bool const pads = spread && third >= kSPREAD_BYTES && fixed + sharedBytes < third;
+    size_t const bytes = pads ? third - fixed : sharedBytes;
     if (cudaError_t const status = allowShared(kernel, bytes); status != cudaSuccess) {
         return status;
     }

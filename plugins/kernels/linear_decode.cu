@@ -8,7 +8,7 @@ namespace flint {
 namespace {
 
 /// How a block of one token leaves registers to others: with few enough tiles ready before the wait it finds its own
-/// beside a block of the attention kernel before it.
+/// beside a block of the windows' attention kernel before it.
 template <WeightFormat F, int K, int TOKENS>
 struct LinearShape {
     static constexpr bool kSHARES = TOKENS == 1 && F == WeightFormat::kNVFP4 && Split<F, K>::kSPLIT == 8;

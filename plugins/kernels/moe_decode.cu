@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
     if (lane == 0) {
         slice.copy(params.up + (int64_t{expert} * EXPERT_PANELS + panel) * panelBytes(F, H), part);
     }
-    // After the wait, as the down kernel reads the routing before its own; and now, as its weights would delay these.
+    // After the wait, as the down kernel reads what the router's kernel wrote before a wait of its own; and not sooner,
+    // as its weights would delay these.
     allowSuccessor();
     GateUpScales const scales(params.up_scale == nullptr ? nullptr : params.up_scale + 2 * expert, kRESTORE<F>);
     shared.copied.wait(); // opened before the barrier of routing

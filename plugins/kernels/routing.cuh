@@ -93,9 +93,9 @@ struct RouterKeys {
 
     struct Best {
         uint32_t key;
-        unsigned holders; ///< lanes with such a key; the lowest one has held this
+        unsigned holders; ///< lanes with such a key: the lowest one held the expert
         bool mine;        ///< whether this lane is that one
-        int expert;       ///< there
+        int expert;       ///< valid in that lane
     };
 
     __device__ __forceinline__ RouterKeys(Logits const& logits, int lane) {

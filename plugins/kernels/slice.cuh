@@ -1,8 +1,8 @@
 // The decode kernels' inner product: a warp's share of one weight panel, times up to eight tokens.
 //
-// A block gives each panel kSPLIT warps, which divide its K; a warp loads its whole share into registers before it
-// needs the activations, so that the loads of all warps are under way together and, with programmatic dependent launch,
-// while the previous kernel still runs.
+// A block gives each panel kSPLIT warps, which divide its K; a warp loads its whole share, into registers or shared
+// memory, before it needs the activations, so that the loads of all warps are under way together and, with programmatic
+// dependent launch, while the previous kernel still runs.
 #pragma once
 
 #include "kernels/panel.cuh"
@@ -140,8 +140,8 @@ struct Slice {
     }
 };
 
-/// Resident blocks a multiprocessor that the one-token kernels with a norm and a ReadySlice ask for: on 9.0 three fit
-/// without spills, and then all of a projection's blocks are resident together on an H200.
+/// Resident blocks a multiprocessor that the router's kernel and several tokens' QKV ask registers for. On 9.0 three
+/// fit without spills: an H200 then has all of QKV's together, and the router's leave registers to other kernels.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 template <WeightFormat F>
 constexpr int kREADY_BLOCKS = F == WeightFormat::kNVFP4 ? 3 : 1;
