@@ -47,7 +47,7 @@ test-gpu: plugins  ## Tests that need a CUDA device, and torch with CUDA
 # A process a test: behind a process's first error memcheck would say nothing true.
 sanitize: plugins  ## compute-sanitizer's memcheck and racecheck over GPU tests of small shapes (about half an hour)
 	@for tool in memcheck racecheck; do while read -r test; do echo "$$tool $$test"; \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/pytest -q -p no:cacheprovider "$$test" </dev/null || exit 1; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -q -p no:cacheprovider "$$test" </dev/null || exit 1; \
 	done < tests/gpu/sanitizer.txt; done
 
 lint: plugins  ## ruff, mypy, clang-format
