@@ -110,8 +110,8 @@ __device__ __forceinline__ void attendItem(DecodeArguments const& a, Item const&
     }
 
     int stage = 0;
-    // All groups take the same number of turns, also of nothing: racecheck loses count of barriers that only some of a
-    // block's warps have passed, and then reports merges that a barrier of all warps separates.
+    // All groups take the same number of turns, also of nothing: where they did not, racecheck reported accesses of the
+    // merge that a barrier of all warps separates.
     for (int chunk = begin; chunk - group < item.chunk_end; chunk += GROUPS) {
         waitCopies<STAGES - 1>();
         syncGroup<Share, GROUPS>(group); // The chunk is there for all.
