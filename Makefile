@@ -44,11 +44,13 @@ test: plugins  ## CPU tests
 test-gpu: plugins  ## Tests that need a CUDA device, and torch with CUDA
 	$(BIN)/pytest -m gpu
 
-# A process a test: behind a process's first error memcheck would say nothing true.
-sanitize: plugins  ## compute-sanitizer's memcheck and racecheck over GPU tests of small shapes (about half an hour)
-	@for tool in memcheck racecheck; do while read -r test; do echo "$$tool $$test"; \
-	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -q -p no:cacheprovider "$$test" </dev/null || exit 1; \
-	done < tests/gpu/sanitizer.txt; done
+# A process a test: behind a process's first error memcheck would say nothing true. The processors, not the GPU, are what it waits for.
+SANITIZE_JOBS ?= $(shell nproc)
+sanitize: plugins  ## compute-sanitizer's memcheck and racecheck over GPU tests of small shapes, SANITIZE_JOBS at a time
+	@for tool in memcheck racecheck; do sed "s/^/$$tool /" tests/gpu/sanitizer.txt; done \
+	  | BIN=$(BIN) xargs -P $(SANITIZE_JOBS) -L 1 sh -c 'log=$$(compute-sanitizer --tool "$$0" --error-exitcode 1 \
+	    "$$BIN/python" -m pytest -q -p no:cacheprovider "$$1" </dev/null 2>&1) && echo "$$0 $$1: clean" \
+	    || { echo "$$0 $$1:"; echo "$$log"; exit 1; }'
 
 lint: plugins  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
