@@ -18,11 +18,22 @@ constexpr int kFEW_ROWS = 8;     ///< of a block, up to kSPLIT_TOKENS tokens
 constexpr int kFEW_TILES = 4;    ///< K-tiles of a warp there, at most
 constexpr int kFEW_TOKENS = 256; ///< up to here more blocks matter more than that each reads the weights again
 
+/// Blocks of a multiprocessor that registers are for; two would spill on 10.x and 12.x.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kLOGITS_BLOCKS = 2;
+#else
+constexpr int kLOGITS_BLOCKS = 1;
+#endif
+
 /// Grid (ceil(T / (8 GROUPS)), E / 16): a block computes 16 experts for GROUPS groups of 8 tokens, its warps divide H.
+/// Dynamic shared memory: a warp's K-tile of activations, [warps][TOKENS] 128-byte rows, swizzled. Enough blocks are
+/// resident that one K-tile at a time will do.
 template <typename R, int GROUPS>
-__global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(RouterParams const params) {
+__global__ void __launch_bounds__(kROUTER_WARPS* kWARP, kLOGITS_BLOCKS) routerLogitsKernel(RouterParams const params) {
     constexpr int TOKENS = 8 * GROUPS;
-    __shared__ float sums[kROUTER_WARPS][kEXPERT_ROWS][TOKENS];
+    constexpr int WARP_BYTES = TOKENS * 128, WARP_FLOATS = WARP_BYTES / 4;
+    static_assert(kEXPERT_ROWS * TOKENS <= WARP_FLOATS);
+    extern __shared__ __align__(128) uint8_t buffer[];
     int const lane = threadIdx.x % kWARP, warp = threadIdx.x / kWARP, g = lane / 4, t = lane % 4;
     int const expert = blockIdx.y * kEXPERT_ROWS, first = blockIdx.x * TOKENS;
     R const* const row = static_cast<R const*>(params.weight) + int64_t{expert + g} * params.hidden + 16 * t;
@@ -35,40 +46,52 @@ __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(Route
     if (column < params.hidden) {
         tile.load(row + column, rowBelow + column, load);
     }
-    allowSuccessor();
     waitForPredecessor();
-    bf16 const* x[GROUPS];
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        int const token = first + group * 8 + g;
-        x[group] = params.x + int64_t{min(token, params.tokens - 1)} * params.hidden + 2 * t;
-    }
+    allowSuccessor(); // after the wait: the kernel behind this one may read x before its own
+    uint32_t const x = sharedAddress(buffer) + warp * WARP_BYTES;
     float acc[GROUPS][4] = {};
-    for (; column < params.hidden; column += kROUTER_WARPS * kTILE_COLUMNS) {
-        uint32_t a[kROUTER_PARTS<R>][4][4];
-        tile.operands(a);
-        int const next = column + kROUTER_WARPS * kTILE_COLUMNS;
-        if (next < params.hidden) {
-            tile.load(row + next, rowBelow + next, load);
+    for (; column < params.hidden; column += kSTEP_COLUMNS) {
+#pragma unroll 4 // more would take registers
+        for (int i = 0; i < TOKENS; i += kWARP / 8) {
+            int const token = i + lane / 8;
+            if (first + token < params.tokens) { // other tokens' sums are not stored
+                copyAsync16(gemmChunk(x, token, lane % 8),
+                            params.x + int64_t{first + token} * params.hidden + column + lane % 8 * 8);
+            }
         }
+        commitCopies();
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
+        for (int half = 0; half < 2; ++half) { // instructions 2 half and 2 half + 1: fewer registers than all at once
+            uint32_t a[kROUTER_PARTS<R>][2][4];
+            tile.operands(a, 2 * half);
+            if (half == 0) {
+                waitCopies<0>();
+                __syncwarp(); // a warp reads only what its lanes copied
+            } else if (int const next = column + kSTEP_COLUMNS; next < params.hidden) {
+                tile.load(row + next, rowBelow + next, load);
+            }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                auto const* const words = reinterpret_cast<uint32_t const*>(x[group] + column + 16 * i);
-                uint32_t const b0 = words[0], b1 = words[4];
+            for (int group = 0; group < GROUPS; ++group) {
+                uint32_t b[4];
+                ldmatrix4(b, gemmChunk(x, group * 8 + lane % 8, half * 4 + lane / 8));
 #pragma unroll
-                for (int part = kROUTER_PARTS<R> - 1; part >= 0; --part) { // small parts first
-                    mma16816(acc[group], a[part][i], b0, b1);
+                for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                    for (int part = kROUTER_PARTS<R> - 1; part >= 0; --part) { // small parts first
+                        mma16816(acc[group], a[part][i], b[2 * i], b[2 * i + 1]);
+                    }
                 }
             }
         }
+        __syncwarp(); // it has been read
     }
+    // [experts][TOKENS], where this warp's activations were.
+    float* const sums = reinterpret_cast<float*>(buffer);
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            sums[warp][g + i / 2 * 8][group * 8 + 2 * t + i % 2] = acc[group][i];
+            sums[warp * WARP_FLOATS + (g + i / 2 * 8) * TOKENS + group * 8 + 2 * t + i % 2] = acc[group][i];
         }
     }
     __syncthreads();
@@ -78,7 +101,7 @@ __global__ void __launch_bounds__(kROUTER_WARPS* kWARP) routerLogitsKernel(Route
             float logit = 0;
 #pragma unroll
             for (int part = 0; part < kROUTER_WARPS; ++part) {
-                logit += sums[part][place][token];
+                logit += sums[part * WARP_FLOATS + place * TOKENS + token];
             }
             params.logits[int64_t{first + token} * params.experts + expert + place] = logit;
         }
@@ -183,8 +206,13 @@ __global__ void __launch_bounds__(kCHOICE_WARPS* kWARP) routerChoiceKernel(Route
 
 template <typename R, int GROUPS>
 cudaError_t launchLogits(RouterParams const& params, cudaStream_t stream) {
+    auto const kernel = routerLogitsKernel<R, GROUPS>;
+    constexpr size_t BYTES = kROUTER_WARPS * 8 * GROUPS * 128;
+    if (cudaError_t const status = allowShared(kernel, BYTES); status != cudaSuccess) {
+        return status;
+    }
     dim3 const grid((params.tokens + 8 * GROUPS - 1) / (8 * GROUPS), params.experts / kEXPERT_ROWS);
-    return launchOverlapped(routerLogitsKernel<R, GROUPS>, grid, dim3(kROUTER_WARPS * kWARP), 0, stream, params);
+    return launchOverlapped(kernel, grid, dim3(kROUTER_WARPS * kWARP), BYTES, stream, params);
 }
 
 template <typename R, int GROUPS>

@@ -19,8 +19,8 @@ struct RouterParams {
     int experts;        ///< E, a multiple of 16
 };
 
-/// A logit has the same bits whatever the number of tokens. Up to kSPLIT_TOKENS tokens x is complete when the kernel
-/// calls allowSuccessor(). Returns cudaErrorInvalidValue for a shape outside the limits above.
+/// A logit has the same bits whatever the number of tokens. x is complete when the kernel calls allowSuccessor().
+/// Returns cudaErrorInvalidValue for a shape outside the limits above.
 cudaError_t launchRouterLogits(RouterParams const& params, cudaStream_t stream);
 
 struct RouterChoiceParams {

@@ -39,16 +39,17 @@ struct RouterTile {
         }
     }
 
-    /// A operands: [part][instruction][register].
-    __device__ __forceinline__ void operands(uint32_t (&a)[kROUTER_PARTS<R>][4][4]) const {
+    /// A operands of COUNT instructions from `first` on: [part][instruction][register].
+    template <int COUNT>
+    __device__ __forceinline__ void operands(uint32_t (&a)[kROUTER_PARTS<R>][COUNT][4], int first = 0) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                for (int i = 0; i < COUNT; ++i) {
                     constexpr int STARTS[4] = {0, 1, 4, 5};
-                    int const column = 8 * pair + STARTS[i];
+                    int const column = 8 * pair + STARTS[first + i];
                     float low = half < HALVES ? value(half, column) : 0.0f;
                     float high = half < HALVES ? value(half, column + 2) : 0.0f;
 #pragma unroll
