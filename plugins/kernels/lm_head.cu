@@ -11,25 +11,32 @@ namespace flint {
 
 namespace {
 
+/// Teams of kSPLIT warps in a block, each with panels of its own. Many rows leave room for one block, which needs warps
+/// enough.
+template <WeightFormat F, int H, int ROWS>
+constexpr int kTEAMS = ROWS <= 8 ? 1 : std::max(1, 16 / Split<F, H>::kSPLIT);
+
 template <WeightFormat F, int H, int ROWS>
 struct HeadShared {
+    static constexpr int kTHREADS = kTEAMS<F, H, ROWS> * Split<F, H>::kSPLIT * kWARP;
     alignas(16) uint32_t x[SharedX<ROWS>::bytes(H) / 4];
-    float partial[2][(ROWS + 7) / 8][PartialSums::floats(Split<F, H>::kSPLIT)];
-    NormScratch<H, Split<F, H>::kSPLIT * kWARP> norm;
+    float partial[kTEAMS<F, H, ROWS>][2][(ROWS + 7) / 8][PartialSums::floats(Split<F, H>::kSPLIT)];
+    NormScratch<H, kTHREADS> norm;
 };
 
-/// Persistent grid; kSPLIT warps a block. Rows `first` .. `first` + ROWS - 1 of logits_rows.
+/// Persistent grid; kTEAMS teams a block. Rows `first` .. `first` + ROWS - 1 of logits_rows.
 template <WeightFormat F, int H, int ROWS>
-__global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) lmHeadKernel(LmHeadParams const params, int first) {
+__global__ void __launch_bounds__(HeadShared<F, H, ROWS>::kTHREADS) lmHeadKernel(LmHeadParams const params, int first) {
     constexpr int PARTS = Split<F, H>::kSPLIT, THREADS = PARTS * kWARP, GROUPS = (ROWS + 7) / 8;
+    constexpr int TEAMS = kTEAMS<F, H, ROWS>;
     extern __shared__ __align__(16) uint8_t raw[];
     auto& shared = *reinterpret_cast<HeadShared<F, H, ROWS>*>(raw);
-    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP;
+    int const lane = threadIdx.x % kWARP, part = threadIdx.x / kWARP % PARTS, team = threadIdx.x / THREADS;
     int const panels = params.vocabulary / kPANEL_ROWS;
     int const live = min(ROWS, params.rows - first);
 
     SliceOf<F, H> slice;
-    int panel = blockIdx.x;
+    int panel = blockIdx.x * TEAMS + team;
     if (panel < panels) {
         slice.template load<H>(params.weight + panel * panelBytes(F, H), part, lane);
     }
@@ -39,7 +46,7 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) lmHeadKernel(LmHea
     waitForPredecessor();
 
     NormParams const norm{params.delta, params.residual, params.norm, nullptr, params.eps, live};
-    normalizeRows<H, ROWS, THREADS>(
+    normalizeRows<H, ROWS, HeadShared<F, H, ROWS>::kTHREADS>(
         norm, shared.norm, false, shared.x, [&](int row) { return params.logits_rows[first + row]; },
         [](int, int, uint4) {});
 
@@ -47,18 +54,23 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP) lmHeadKernel(LmHea
     for (int parity = 0; panel < panels; parity ^= 1) {
         float acc[GROUPS][4];
         slice.multiply(acc, part, x);
-        int const next = panel + gridDim.x;
+        int const next = panel + gridDim.x * TEAMS;
         if (next < panels) {
             slice.template load<H>(params.weight + next * panelBytes(F, H), part, lane);
         }
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
-            PartialSums{shared.partial[parity][group]}.store(acc[group], part, lane);
+            PartialSums{shared.partial[team][parity][group]}.store(acc[group], part, lane);
         }
-        __syncthreads(); // one barrier a panel: the two parities alternate
-        for (int i = threadIdx.x; i < kPANEL_ROWS * live; i += THREADS) {
+        if constexpr (PARTS == 1) { // one barrier a panel: the two parities alternate
+            __syncwarp();
+        } else {
+            static_assert(TEAMS < 16); // barriers 1 to 15
+            syncNamed(1 + team, THREADS);
+        }
+        for (int i = threadIdx.x % THREADS; i < kPANEL_ROWS * live; i += THREADS) {
             int const row = i / kPANEL_ROWS, unit = i % kPANEL_ROWS;
-            float const sum = PartialSums{shared.partial[parity][row / 8]}.sum(PARTS, unit, row % 8);
+            float const sum = PartialSums{shared.partial[team][parity][row / 8]}.sum(PARTS, unit, row % 8);
             params.logits[int64_t{first + row} * params.vocabulary + panel * kPANEL_ROWS + unit] = sum * scale;
         }
         panel = next;
@@ -69,7 +81,7 @@ template <WeightFormat F, int H, int ROWS>
 cudaError_t launchRows(LmHeadParams const& params, int first, cudaStream_t stream) {
     auto const kernel = lmHeadKernel<F, H, ROWS>;
     constexpr size_t BYTES = sizeof(HeadShared<F, H, ROWS>);
-    constexpr int THREADS = Split<F, H>::kSPLIT * kWARP;
+    constexpr int THREADS = HeadShared<F, H, ROWS>::kTHREADS;
     if (cudaError_t const error = allowShared(kernel, BYTES); error != cudaSuccess) {
         return error;
     }
@@ -84,7 +96,9 @@ cudaError_t launchRows(LmHeadParams const& params, int first, cudaStream_t strea
     if (error != cudaSuccess) {
         return error;
     }
-    int const blocks = std::min(params.vocabulary / kPANEL_ROWS, processors * std::max(resident, 1));
+    constexpr int TEAMS = kTEAMS<F, H, ROWS>;
+    int const panels = params.vocabulary / kPANEL_ROWS;
+    int const blocks = std::min((panels + TEAMS - 1) / TEAMS, processors * std::max(resident, 1));
     return launchOverlapped(kernel, dim3(blocks), dim3(THREADS), BYTES, stream, params, first);
 }
 
