@@ -1,5 +1,5 @@
 // The experts of NormMoe's low-latency path, after moe_route.cu:
-//   up:   gate, up and SwiGLU of each chosen expert, and of several tokens the shared expert's, too
+//   up:   gate, up and SwiGLU of each chosen expert, and of more than kSINGLE_TOKENS tokens the shared expert's, too
 //   down: down projections of the chosen and the shared expert, combine
 // A panel, 16 rows of one matrix, is multiplied by one group of warps: only the chosen experts' bytes move, each once
 // for all tokens, and nothing is scattered.
@@ -35,10 +35,11 @@ struct UpSingleShared {
     int chosen[kTOP_K];
 };
 
-/// One token. Grid (6 * 2 I / 16 / kUP_PANELS): consecutive panels of the chosen experts, in slot order.
+/// A token at a time. Grid (6 * 2 I / 16 / kUP_PANELS, T): consecutive panels of the chosen experts, in slot order.
 template <WeightFormat F, int H, int E, int I>
 __global__ void __launch_bounds__(kUP_SINGLE_WARPS<F, H>* kWARP)
-    moeUpSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
+    moeUpSingleKernel(MoeParams const params, MoeDecodeWorkspace const all) {
+    MoeDecodeWorkspace const work = all.of(blockIdx.y, params);
     constexpr int PARTS = Split<F, H>::kSPLIT, WARPS = kUP_SINGLE_WARPS<F, H>, PANELS = kUP_PANELS<F>;
     extern __shared__ __align__(16) uint8_t raw[];
     auto& shared = *reinterpret_cast<UpSingleShared<F, H>*>(raw);
@@ -218,10 +219,12 @@ constexpr int kSINGLE_WARPS = kTOP_K * Split<F, I>::kSPLIT + kSHARED_WARPS<F, S>
 template <WeightFormat F, int I>
 constexpr int kDOWN_READY = F == WeightFormat::kNVFP4 && Split<F, I>::kTILES == 8 ? 5 : Split<F, I>::kTILES;
 
-/// One token. Grid (H / 16): a group of warps per chosen expert, in slot order, and one for the shared expert.
+/// A token at a time. Grid (H / 16, T): a group of warps per chosen expert, in slot order, and one for the shared
+/// expert.
 template <WeightFormat F, int E, int I, int S>
 __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
-    moeDownSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
+    moeDownSingleKernel(MoeParams const params, MoeDecodeWorkspace const all) {
+    MoeDecodeWorkspace const work = all.of(blockIdx.y, params);
     constexpr int PARTS = Split<F, I>::kSPLIT, SHARED_PARTS = Split<F, S>::kSPLIT;
     using X = StagedX<Split<F, I>::kTILES, 1>;
     __shared__ __align__(16) uint4 staged[kSINGLE_WARPS<F, I, S> * X::kVECTORS];
@@ -282,7 +285,8 @@ __global__ void __launch_bounds__(kSINGLE_WARPS<F, I, S>* kWARP, 1)
         }
         PartialSums const theirs{sums + PartialSums::floats(kTOP_K * PARTS)};
         float const sharedOut = roundBf16(theirs.sum(SHARED_PARTS, row, 0) * scales[kTOP_K]);
-        params.out[panel * kPANEL_ROWS + row] = __float2bfloat16_rn(roundBf16(routed) + sharedOut);
+        params.out[int64_t{blockIdx.y} * params.hidden + panel * kPANEL_ROWS + row] =
+            __float2bfloat16_rn(roundBf16(routed) + sharedOut);
     }
 }
 
@@ -438,19 +442,19 @@ cudaError_t launchSeveral(MoeParams const& params, MoeDecodeWorkspace const& wor
 
 template <WeightFormat F, int H, int E, int I, int S>
 cudaError_t launchShape(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
-    if (params.tokens > 1) {
+    if (params.tokens > kSINGLE_TOKENS) {
         return launchSeveral<F, H, E, I, S>(params, work, stream);
     }
     constexpr int PANELS = kTOP_K * 2 * I / kPANEL_ROWS;
     static_assert(PANELS % kUP_PANELS<F> == 0);
-    dim3 const grid(PANELS / kUP_PANELS<F>), block(kUP_SINGLE_WARPS<F, H> * kWARP);
+    dim3 const grid(PANELS / kUP_PANELS<F>, params.tokens), block(kUP_SINGLE_WARPS<F, H> * kWARP);
     static_assert(sizeof(UpSingleShared<F, H>) <= kCOMMON_SHARED_BYTES);
     cudaError_t const error = launchSpread(kSPREADS<F, 1>, moeUpSingleKernel<F, H, E, I>, grid, block,
                                            sizeof(UpSingleShared<F, H>), stream, params, work);
     if (error != cudaSuccess) {
         return error;
     }
-    return launchSpread(kSPREADS<F, 1>, moeDownSingleKernel<F, E, I, S>, dim3(H / kPANEL_ROWS),
+    return launchSpread(kSPREADS<F, 1>, moeDownSingleKernel<F, E, I, S>, dim3(H / kPANEL_ROWS, params.tokens),
                         dim3(kSINGLE_WARPS<F, I, S> * kWARP), 0, stream, params, work);
 }
 

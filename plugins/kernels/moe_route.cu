@@ -1,6 +1,6 @@
-// First kernels of NormMoe's low-latency path: norm and router logits; for one token also the shared expert's gate, up
-// and SwiGLU. The choice of experts is made from the logits in every block of the next kernel, which is cheaper than
-// one more kernel (see moe_decode.cu).
+// First kernels of NormMoe's low-latency path: norm and router logits; of up to kSINGLE_TOKENS tokens also the shared
+// expert's gate, up and SwiGLU. The choice of experts is made from the logits in every block of the next kernel, which
+// is cheaper than one more kernel (see moe_decode.cu).
 #include "kernels/launch.h"
 #include "kernels/moe_internal.h"
 #include "kernels/norm_rows.h"
@@ -114,12 +114,14 @@ struct RouteShared {
     float router[kROUTER_ROWS][RouterShare<R, H, kPARTS>::kROW_WARPS];
 };
 
-/// One token. Grid (2 S / 16): each block takes a panel of the shared expert and kROUTER_ROWS router rows, if there are
-/// so many, so that all blocks are resident together, and beside those of the kernel before. The token is normalised
-/// here, and its row kept in work.x.
+/// A token at a time. Grid (2 S / 16, T): each block takes a panel of the shared expert and kROUTER_ROWS router rows,
+/// if there are so many, so that on an H200 all blocks are resident together, and of one token beside those of the
+/// kernel before. The token is normalised here, and its row kept in work.x.
 template <WeightFormat F, typename R, int H>
 __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
-    moeRouteSingleKernel(MoeParams const params, MoeDecodeWorkspace const work) {
+    moeRouteSingleKernel(MoeParams const params, MoeDecodeWorkspace const all) {
+    int const token = blockIdx.y;
+    MoeDecodeWorkspace const work = all.of(token, params);
     constexpr int PARTS = Split<F, H>::kSPLIT, THREADS = PARTS * kWARP;
     __shared__ RouteShared<F, R, H> shared;
     uint4 const* const x = reinterpret_cast<uint4 const*>(shared.x);
@@ -139,10 +141,10 @@ __global__ void __launch_bounds__(Split<F, H>::kSPLIT* kWARP, kREADY_BLOCKS<F>)
     waitForPredecessor();
     allowSuccessor(); // not before: the up kernel has nothing to load yet, and would take others' room
 
-    NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
+    NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, 1};
     bool const keeps = blockIdx.x == 0;
     normalizeRows<H, 1, THREADS>(
-        norm, shared.norm, keeps, shared.x, [](int token) { return token; },
+        norm, shared.norm, keeps, shared.x, [&](int) { return token; },
         [&](int, int column, uint4 pairs) {
             if (keeps) {
                 auto* const target = reinterpret_cast<uint32_t*>(work.x + column / 16 * 16) + column % 16 / 8;
@@ -252,12 +254,12 @@ __global__ void __launch_bounds__(RouterSplit<H>::kWARPS* kWARP, 1)
 
 template <WeightFormat F, typename R, int H>
 cudaError_t launchInstance(MoeParams const& params, MoeDecodeWorkspace const& work, cudaStream_t stream) {
-    if (params.tokens == 1) {
+    if (params.tokens <= kSINGLE_TOKENS) {
         int const panels = 2 * params.shared / kPANEL_ROWS;
         if (params.experts % kROUTER_ROWS != 0 || params.experts > panels * kROUTER_ROWS) {
             return cudaErrorInvalidValue;
         }
-        return launchSpread(kSPREADS<F, 1>, moeRouteSingleKernel<F, R, H>, dim3(panels),
+        return launchSpread(kSPREADS<F, 1>, moeRouteSingleKernel<F, R, H>, dim3(panels, params.tokens),
                             dim3(Split<F, H>::kSPLIT * kWARP), 0, stream, params, work);
     }
     NormParams const norm{params.delta, params.residual, params.norm, params.residual_out, params.eps, params.tokens};
