@@ -44,7 +44,8 @@ test: plugins  ## CPU tests
 test-gpu: plugins  ## Tests that need a CUDA device, and torch with CUDA
 	$(BIN)/pytest -m gpu
 
-# A process a test: behind a process's first error memcheck would say nothing true. The processors, not the GPU, are what it waits for.
+# A process a test: behind a process's first error memcheck would say nothing true. Processors are what it waits for, not
+# the GPU.
 SANITIZE_JOBS ?= $(shell nproc)
 sanitize: plugins  ## compute-sanitizer's memcheck and racecheck over GPU tests of small shapes, SANITIZE_JOBS at a time
 	@for tool in memcheck racecheck; do sed "s/^/$$tool /" tests/gpu/sanitizer.txt; done \

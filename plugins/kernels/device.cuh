@@ -120,18 +120,23 @@ __device__ __forceinline__ void waitMbarrier(uint64_t const* barrier, uint32_t p
                  : "memory");
 }
 
-/// A barrier in shared memory that completes when all bytes announced to it have arrived.
+/// A barrier in shared memory that completes when all bytes announced to it have arrived, or a number of arrivals.
 class CopyBarrier {
   public:
     /// By one thread; everyone else sees the barrier after a __syncthreads, other blocks after waitCluster.
-    __device__ __forceinline__ void open() {
-        asm volatile(
-            "mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::
-                "r"(sharedAddress(&mState))
-            : "memory");
+    __device__ __forceinline__ void open(int arrivals = 1) {
+        asm volatile("mbarrier.init.shared.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;\n"
+                     "fence.proxy.async.shared::cta;" ::"r"(sharedAddress(&mState)),
+                     "r"(arrivals)
+                     : "memory");
     }
 
-    /// By the same thread: how many bytes will be copied. Again when that has completed.
+    /// Arrive without bytes.
+    __device__ __forceinline__ void arrive() {
+        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(sharedAddress(&mState)) : "memory");
+    }
+
+    /// By one thread: how many bytes will be copied. Again when that has completed.
     __device__ __forceinline__ void expect(int bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(sharedAddress(&mState)), "r"(bytes)
                      : "memory");
@@ -159,6 +164,12 @@ class CopyBarrier {
   private:
     uint64_t mState;
 };
+
+/// Order what this thread has read or written in shared memory before what the copy engine writes there; other threads'
+/// with a barrier between.
+__device__ __forceinline__ void fenceCopies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 /// Barrier `id` among `threads` threads of the block; barrier 0 is __syncthreads.
 __device__ __forceinline__ void syncNamed(int id, int threads) {

@@ -94,7 +94,7 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
     if (params.rows <= 0 || params.rows % (glu ? 128 : kPANEL_ROWS) != 0 || params.columns <= 0 ||
         params.columns % kTILE_COLUMNS != 0 || params.tokens < 0 || params.tokens * params.columns >= LIMIT ||
         params.rows * params.tokens >= LIMIT * 16 || (params.plain && glu) ||
-        ((params.plain || params.x_ready) && params.tokens > kSPLIT_TOKENS)) {
+        ((params.plain || params.x_ready) && !dividesColumns(params.tokens, params.rows))) {
         return cudaErrorInvalidValue;
     }
     if (params.tokens == 0) {
@@ -122,7 +122,7 @@ cudaError_t launchGemm(GemmParams const& params, cudaStream_t stream) {
     if (status != cudaSuccess) {
         return status;
     }
-    if (params.tokens <= kSPLIT_TOKENS) {
+    if (dividesColumns(params.tokens, params.rows)) {
         return launchGemmSplit(params.format, problem, params.epilogue, params.plain, device, stream);
     }
     GemmShape const shape = chooseShape(params, device);

@@ -4,10 +4,10 @@
 // Activations that a product reads are "ordered": [rows, K] row-major with every 64 columns permuted by gemmOrder
 // (gemm_order.cuh).
 //
-// Bits: up to 64 tokens K is divided over the blocks of a cluster (gemm_split.cu), into a number of parts that N, K and
-// the GPU's multiprocessors decide, so a row's result does not depend on T. From 65 tokens on no part of K is summed
-// apart: every tile shape takes K in one order, so with mma.sync a row's result does not depend on T or on the shape;
-// on compute capability 9.0 kLarge uses wgmma, so bits may change where it starts to be chosen.
+// Bits: of a few tokens (dividesColumns) K is divided over the blocks of a cluster (gemm_split.cu), into a number of
+// parts that N, K and the GPU's multiprocessors decide, so a row's result does not depend on T. Of more tokens no part
+// of K is summed apart: every tile shape takes K in one order, so with mma.sync a row's result does not depend on T or
+// on the shape; on compute capability 9.0 kLarge uses wgmma, so bits may change where it starts to be chosen.
 #pragma once
 
 #include "kernels/types.h"
@@ -23,8 +23,14 @@ enum class GemmEpilogue {
     kSwiGlu ///< gate/up panels in, act = r(g / (1 + exp(-g)) * u) out, ordered
 };
 
-/// Most tokens of a product whose K is divided over a cluster.
+/// Most tokens of a block of gemm_split.cu, and of a step whose other kernels are made for latency, too.
 constexpr int64_t kSPLIT_TOKENS = 64;
+
+/// Whether a product's K is divided over the blocks of a cluster: up to kSPLIT_TOKENS tokens; and up to 512 if it makes
+/// so few values that the tiles of undivided products would leave most of a GPU idle.
+constexpr bool dividesColumns(int64_t tokens, int64_t rows) {
+    return tokens <= kSPLIT_TOKENS || (tokens <= 512 && tokens * rows <= 1 << 20);
+}
 
 struct GemmParams {
     WeightFormat format;
@@ -37,8 +43,8 @@ struct GemmParams {
     int64_t rows;                    ///< N, a multiple of 16; of 128 with kSwiGlu
     int64_t columns;                 ///< K, a multiple of 64
     int64_t segment_row[2] = {0, 0}; ///< kStore: first rows of scale segments 1 and 2, multiples of 16; 0: none
-    bool plain = false;              ///< kStore of up to kSPLIT_TOKENS tokens: x is plain
-    bool x_ready = false;            ///< up to kSPLIT_TOKENS tokens: see GemmReady::kAll (gemm_problem.h)
+    bool plain = false;              ///< kStore, if dividesColumns(): x is plain
+    bool x_ready = false;            ///< if dividesColumns(): see GemmReady::kAll (gemm_problem.h)
 };
 
 /// Returns cudaErrorInvalidValue for shapes outside the limits above, or where T * K reaches 2^31.

@@ -205,4 +205,72 @@ struct GemmStore<C, TOKENS> {
     }
 };
 
+/// Tensor scales of a panel's rows: of all, twice, or, with kSwiGlu, of gate and of up.
+template <GemmEpilogue E>
+__device__ __forceinline__ float2 panelScales(GemmProblem const& problem, int expert, int panel) {
+    if (problem.scale == nullptr) {
+        return make_float2(1.0f, 1.0f);
+    }
+    constexpr bool GLU = E == GemmEpilogue::kSwiGlu;
+    int const segment = (panel >= problem.segment_panels[0]) + (panel >= problem.segment_panels[1]);
+    float const* const scales = problem.scale + expert * problem.scale_stride;
+    return make_float2(__uint_as_float(loadNow4(scales + (GLU ? 0 : segment))),
+                       __uint_as_float(loadNow4(scales + (GLU ? 1 : segment))));
+}
+
+/// Stores a panel's rows for eight tokens at a time, from a warp's accumulators straight to y: for products of so few
+/// tokens that whole sectors do not count.
+template <WeightFormat F, GemmEpilogue E>
+struct PanelStore {
+    uint32_t* y;   ///< in pairs
+    int row_pairs; ///< of a row of y
+    int panel, count, lane;
+    bool round_gate_up;
+    float factor[2]; ///< of a lane's two rows; kSwiGlu: gate, up
+
+    /// `count` tokens; `scales`: tensor scales of its rows.
+    __device__ __forceinline__ PanelStore(GemmProblem const& problem, int panel, int count, float2 const& scales,
+                                          int lane)
+        : y(reinterpret_cast<uint32_t*>(problem.y)), panel(panel), count(count), lane(lane),
+          round_gate_up(problem.round_gate_up), factor{kRESTORE<F> * scales.x, kRESTORE<F> * scales.y} {
+        row_pairs = problem.panels * (E == GemmEpilogue::kSwiGlu ? kPANEL_ROWS / 4 : kPANEL_ROWS / 2);
+    }
+
+    /// `sum`: row g of the panel for tokens 8 step + 2t and the next, then row g + 8; g = lane / 4, t = lane % 4.
+    /// `rowOf(token)`: its row of y.
+    template <typename RowOf>
+    __device__ __forceinline__ void run(int step, float4 const& sum, RowOf const& rowOf) const {
+        if constexpr (E == GemmEpilogue::kStore) {
+            uint32_t const low = transpose8x8(packBf16(sum.x * factor[0], sum.y * factor[0]));
+            uint32_t const high = transpose8x8(packBf16(sum.z * factor[1], sum.w * factor[1]));
+            int const token = step * 8 + lane / 4;
+            if (token < count) {
+                uint32_t* const target = y + int64_t{rowOf(token)} * row_pairs + panel * (kPANEL_ROWS / 2) + lane % 4;
+                target[0] = low;
+                target[4] = high;
+            }
+        } else {
+            float2 gate = make_float2(sum.x * factor[0], sum.y * factor[0]);
+            float2 up = make_float2(sum.z * factor[1], sum.w * factor[1]);
+            if (round_gate_up) {
+                gate = unpackBf16(packBf16(gate.x, gate.y));
+                up = unpackBf16(packBf16(up.x, up.y));
+            }
+            // A lane has unit g for two tokens, lane ^ 8 its partner in the ordered pair, unit g ^ 2. They exchange, so
+            // that each has both units for one token.
+            float const act[2] = {detail::swiGlu(gate.x, up.x), detail::swiGlu(gate.y, up.y)};
+            int const unit = lane / 4;
+            bool const second = (unit & 2) != 0;
+            float const received = __shfl_xor_sync(0xFFFFFFFFu, second ? act[0] : act[1], 8);
+            int const token = step * 8 + lane % 4 * 2 + second;
+            if (token < count) {
+                int const column = panel * (kPANEL_ROWS / 2) + (unit & ~2);
+                y[int64_t{rowOf(token)} * row_pairs + column / kTILE_COLUMNS * (kTILE_COLUMNS / 2) +
+                  gemmOrder(column % kTILE_COLUMNS) / 2] =
+                    second ? packBf16(received, act[1]) : packBf16(act[0], received);
+            }
+        }
+    }
+};
+
 } // namespace flint

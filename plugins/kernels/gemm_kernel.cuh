@@ -55,7 +55,7 @@ __device__ __forceinline__ void gemmTile(GemmProblem const& problem, GemmSchedul
     for (int tile = 0; tile < state.loader.tiles; ++tile) {
         waitCopies<C::AHEAD - 1>();
         if constexpr (C::WGMMA) {
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            fenceCopies();
         }
         __syncthreads(); // this K-tile is there for all, and the stage that step() refills is read no more
         state.loader.step();

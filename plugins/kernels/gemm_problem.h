@@ -18,7 +18,7 @@ enum class GemmShape { kLarge, kMedium, kSmall, kTiny };
 struct GemmGroup {
     int32_t expert;
     int32_t first; ///< position
-    int32_t count; ///< 1 .. tokens of the tile shape
+    int32_t count; ///< at least 1
     int32_t unused;
 };
 
@@ -73,7 +73,13 @@ cudaError_t launchGemmBf16(GemmProblem const& problem, GemmEpilogue epilogue, Ge
 cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, GemmShape shape,
                               int64_t max_groups, cudaStream_t stream);
 
-/// A dense problem of at most kSPLIT_TOKENS positions; x is ordered unless `plain`.
+/// Whether the GPU has the shared memory, and the multiprocessors, for launchGemmStream.
+bool gemmStreamFits(WeightFormat format, int64_t columns, int tokens, int64_t max_groups, GemmDevice const& device);
+/// A grouped problem whose groups have few positions, at most `tokens`: gemm_stream.cu.
+cudaError_t launchGemmStream(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, int tokens,
+                             int64_t max_groups, GemmDevice const& device, cudaStream_t stream);
+
+/// A dense problem whose K is divided (dividesColumns); x is ordered unless `plain`.
 cudaError_t launchGemmSplit(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, bool plain,
                             GemmDevice const& device, cudaStream_t stream);
 

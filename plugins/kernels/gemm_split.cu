@@ -1,11 +1,11 @@
-// Matrix products of up to 64 tokens, with K divided over the blocks of a cluster.
+// Matrix products of up to some hundred tokens, with K divided over the blocks of a cluster.
 //
 // Such a product is a read of its weights and little else, but a block that walks all of K alone takes its latency once
 // per few tiles, and there are too few blocks to fill the GPU. So a cluster makes 128 rows of the output: each block
 // multiplies its share of K, most or all of which is under way from the start, and sends its sums to the blocks that
 // own them, through distributed shared memory; each adds what it owns in the order of ranks, and stores it. A weight is
-// read once, whatever the number of tokens, and how K is divided depends on the weight's size and the GPU only. Where
-// the rows alone fill the GPU, a block has all of K, and no cluster.
+// read once for 64 tokens, and how K is divided depends on the weight's size and the GPU only. Where the rows alone
+// fill the GPU, a block has all of K, and no cluster.
 #include "kernels/cluster.cuh"
 #include "kernels/gemm_epilogue.cuh"
 #include "kernels/gemm_mma.cuh"
@@ -111,8 +111,8 @@ struct SplitSource {
 
     /// Panels past the last are read as the last, and not stored.
     __device__ SplitSource(GemmProblem const& problem, SplitPlan const& plan, uint32_t shared, int rank, int panel,
-                           int warp, int lane)
-        : tokens(problem.positions), shared(shared), warp(warp), lane(lane) {
+                           int token, int tokens, int warp, int lane)
+        : tokens(tokens), shared(shared), warp(warp), lane(lane) {
         int const all = problem.columns / kTILE_COLUMNS;
         group = scaleGroup(all);
         int const first = all / group * rank / plan.ranks * group;
@@ -123,7 +123,7 @@ struct SplitSource {
         weight = start + first * C::TILE_BYTES + lane * 16;
         weight_scales = start + 8 * problem.columns + first * 64 + lane * 16;
         x_step = kTHREADS / 8 * 2u * problem.columns;
-        x = problem.x + static_cast<uint32_t>(threadIdx.x / 8 * 2u * problem.columns + first * 128) +
+        x = problem.x + static_cast<uint32_t>((token + threadIdx.x / 8) * 2u * problem.columns + first * 128) +
             threadIdx.x % 8 * 16;
     }
 
@@ -205,72 +205,15 @@ __device__ __forceinline__ void multiplyPlain(float (&acc)[C::PANELS][C::STEPS][
     }
 }
 
-/// Stores cells: tensor scale, SwiGLU, rounding.
+/// The store of a panel past the last stores nothing.
 template <typename C>
-struct SplitStore {
-    uint8_t* y;
-    int tokens, columns; ///< of y
-    int panel, lane;
-    bool live, round_gate_up;
-    float factor[2]; ///< of the two rows of a lane; SwiGLU: gate, up
+__device__ PanelStore<C::FORMAT, C::EPILOGUE> splitStore(GemmProblem const& problem, int panel, int tokens, int lane) {
+    bool const live = panel < problem.panels;
+    int const last = live ? panel : problem.panels - 1;
+    return {problem, last, live ? tokens : 0, panelScales<C::EPILOGUE>(problem, 0, last), lane};
+}
 
-    __device__ SplitStore(GemmProblem const& problem, int panel, int lane)
-        : y(problem.y), tokens(problem.positions), panel(panel), lane(lane), live(panel < problem.panels),
-          round_gate_up(problem.round_gate_up) {
-        constexpr bool GLU = C::EPILOGUE == GemmEpilogue::kSwiGlu;
-        columns = problem.panels * (GLU ? kPANEL_ROWS / 2 : kPANEL_ROWS);
-        factor[0] = factor[1] = kRESTORE<C::FORMAT>;
-        if (problem.scale != nullptr) {
-            int const last = min(panel, problem.panels - 1);
-            int const segment = (last >= problem.segment_panels[0]) + (last >= problem.segment_panels[1]);
-            factor[0] *= __uint_as_float(loadNow4(problem.scale + (GLU ? 0 : segment)));
-            factor[1] *= __uint_as_float(loadNow4(problem.scale + (GLU ? 1 : segment)));
-        }
-    }
-
-    /// `sum`: row g of the panel for tokens 8 step + 2t and the next, then row g + 8; g = lane / 4, t = lane % 4.
-    __device__ __forceinline__ void run(int step, float4 const& sum) const {
-        if (!live) {
-            return;
-        }
-        if constexpr (C::EPILOGUE == GemmEpilogue::kStore) {
-            uint32_t const low = transpose8x8(packBf16(sum.x * factor[0], sum.y * factor[0]));
-            uint32_t const high = transpose8x8(packBf16(sum.z * factor[1], sum.w * factor[1]));
-            int const token = step * 8 + lane / 4;
-            if (token < tokens) {
-                uint32_t* const target = row(token) + panel * (kPANEL_ROWS / 2) + lane % 4;
-                target[0] = low;
-                target[4] = high;
-            }
-        } else {
-            float2 gate = make_float2(sum.x * factor[0], sum.y * factor[0]);
-            float2 up = make_float2(sum.z * factor[1], sum.w * factor[1]);
-            if (round_gate_up) {
-                gate = unpackBf16(packBf16(gate.x, gate.y));
-                up = unpackBf16(packBf16(up.x, up.y));
-            }
-            // A lane has unit g for two tokens, lane ^ 8 its partner in the ordered pair, unit g ^ 2. They exchange, so
-            // that each has both units for one token.
-            float const act[2] = {detail::swiGlu(gate.x, up.x), detail::swiGlu(gate.y, up.y)};
-            int const unit = lane / 4;
-            bool const second = (unit & 2) != 0;
-            float const received = __shfl_xor_sync(0xFFFFFFFFu, second ? act[0] : act[1], 8);
-            int const token = step * 8 + lane % 4 * 2 + second;
-            if (token < tokens) {
-                int const column = panel * (kPANEL_ROWS / 2) + (unit & ~2);
-                row(token)[column / kTILE_COLUMNS * (kTILE_COLUMNS / 2) + gemmOrder(column % kTILE_COLUMNS) / 2] =
-                    second ? packBf16(received, act[1]) : packBf16(act[0], received);
-            }
-        }
-    }
-
-    /// Row of y, in pairs.
-    __device__ uint32_t* row(int token) const {
-        return reinterpret_cast<uint32_t*>(y) + static_cast<int64_t>(token) * (columns / 2);
-    }
-};
-
-/// Grid (row blocks x ranks), clusters of `ranks`; no clusters for one rank.
+/// Grid (row blocks x ranks, ceil(T / TOKENS)), clusters of `ranks`; no clusters for one rank.
 template <typename C>
 __global__ void __launch_bounds__(kTHREADS, 2)
     gemmSplitKernel(GemmProblem const __grid_constant__ problem, SplitPlan const plan) {
@@ -281,12 +224,13 @@ __global__ void __launch_bounds__(kTHREADS, 2)
     int const lane = static_cast<int>(threadIdx.x) % kWARP;
     int const rank = clusterRank();
     int const panel = static_cast<int>(blockIdx.x) / plan.ranks * kWARPS + warp;
-    SplitSource<C> const source(problem, plan, sharedAddress(buffer), rank, panel, warp, lane);
+    int const token = static_cast<int>(blockIdx.y) * C::TOKENS, tokens = min(C::TOKENS, problem.positions - token);
+    SplitSource<C> const source(problem, plan, sharedAddress(buffer), rank, panel, token, tokens, warp, lane);
     int const early = min(plan.stages, source.tiles);
     for (int tile = 0; tile < early; ++tile) {
         source.copyWeights(tile, tile);
     }
-    SplitCells const cells(problem.positions, plan.ranks);
+    SplitCells const cells(tokens, plan.ranks);
     bool const alone = plan.ranks == 1;
     int const owned = cells.owned(rank);
     int owner = warp / cells.share, cell = warp % cells.share; // of this warp's first sums
@@ -300,7 +244,7 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         }
     }
     // A warp adds up every eighth of its block's cells, all of one panel.
-    SplitStore<C> const store(problem, panel - warp + (rank * cells.share + warp) % kWARPS, lane);
+    auto const store = splitStore<C>(problem, panel - warp + (rank * cells.share + warp) % kWARPS, tokens, lane);
     __syncthreads();
     if (!alone) {
         arriveCluster();
@@ -330,9 +274,9 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         uint32_t a[C::PANELS][4][4];
         source.load(tile, stage).operands(a[0]);
         if constexpr (C::PLAIN) {
-            multiplyPlain<C>(acc, a, source.stageOf(stage), problem.positions, lane);
+            multiplyPlain<C>(acc, a, source.stageOf(stage), tokens, lane);
         } else {
-            multiplyOperands<C>(acc, a, source.stageOf(stage), problem.positions, lane);
+            multiplyOperands<C>(acc, a, source.stageOf(stage), tokens, lane);
         }
         if (++stage == plan.stages) {
             stage = 0;
@@ -344,12 +288,15 @@ __global__ void __launch_bounds__(kTHREADS, 2)
         waitForPredecessor();
         allowSuccessor(); // now: what the kernel before this one wrote is complete for the next
     }
+    auto const rowOf = [token](int its) {
+        return token + its;
+    };
     if (alone) { // a warp's sums are the cells that it owns
 #pragma unroll
         for (int step = 0; step < C::STEPS; ++step) {
             if (step * kWARPS < cells.all) {
                 float const(&d)[4] = acc[0][step];
-                store.run(step, make_float4(d[0], d[1], d[2], d[3]));
+                store.run(step, make_float4(d[0], d[1], d[2], d[3]), rowOf);
             }
         }
         return;
@@ -388,7 +335,7 @@ __global__ void __launch_bounds__(kTHREADS, 2)
                 sum.w += parts[from].w;
             }
         }
-        store.run((rank * cells.share + own) / kWARPS, sum);
+        store.run((rank * cells.share + own) / kWARPS, sum, rowOf);
     }
 }
 
@@ -398,7 +345,7 @@ cudaError_t launchConfig(GemmProblem const& problem, GemmDevice const& device, c
     int const ranks = splitRanks(problem, device);
     int const tiles = problem.columns / kTILE_COLUMNS, group = scaleGroup(tiles);
     int const most = (tiles / group + ranks - 1) / ranks * group; // K-tiles of a block
-    int const cells = SplitCells(problem.positions, ranks).share;
+    int const cells = SplitCells(std::min(problem.positions, C::TOKENS), ranks).share;
     auto const stagesWithin = [&](int bytes) {
         return (bytes - C::sharedBytes(0, cells, ranks)) / C::STAGE_BYTES;
     };
@@ -410,7 +357,8 @@ cudaError_t launchConfig(GemmProblem const& problem, GemmDevice const& device, c
         return status;
     }
     unsigned const blocks = (problem.panels + kWARPS - 1) / kWARPS * ranks;
-    return launchCluster(kernel, dim3(blocks), dim3(kTHREADS), ranks, bytes, stream, problem, plan);
+    dim3 const grid(blocks, (problem.positions + C::TOKENS - 1) / C::TOKENS);
+    return launchCluster(kernel, grid, dim3(kTHREADS), ranks, bytes, stream, problem, plan);
 }
 
 template <WeightFormat F, GemmEpilogue E, bool PLAIN>

@@ -15,7 +15,7 @@ cudaError_t launchLinear(LinearParams const& params, cudaStream_t stream) {
     }
     GemmParams product{params.format, GemmEpilogue::kStore, params.x,    params.weight, params.scale,
                        params.y,      params.tokens,        params.rows, params.columns};
-    product.plain = params.tokens <= kSPLIT_TOKENS;
+    product.plain = dividesColumns(params.tokens, params.rows);
     if (!product.plain) {
         GemmOrderParams const order{params.x, params.workspace, params.tokens, params.columns};
         if (cudaError_t const error = launchGemmOrder(order, stream); error != cudaSuccess) {

@@ -45,12 +45,17 @@ Workspace carve(Carver& carver, int64_t tokens, int64_t hidden, int64_t experts,
     return work;
 }
 
+/// Whether the kernels of this step overlap, see launchMoe.
+bool overlaps(MoeParams const& params) {
+    return dividesColumns(params.tokens, 2 * int64_t{params.shared}) && dividesColumns(params.tokens, params.hidden);
+}
+
 /// The shared expert's products; for `x_ready` see launchMoe.
 GemmParams sharedUp(MoeParams const& params, Workspace const& work) {
     GemmParams up{params.format,    GemmEpilogue::kSwiGlu,      work.x,
                   params.shared_up, params.shared_up_scale,     work.shared_act,
                   params.tokens,    2 * int64_t{params.shared}, params.hidden};
-    up.x_ready = params.tokens <= kSPLIT_TOKENS;
+    up.x_ready = overlaps(params);
     return up;
 }
 
@@ -58,7 +63,7 @@ GemmParams sharedDown(MoeParams const& params, Workspace const& work) {
     GemmParams down{
         params.format,   GemmEpilogue::kStore, work.shared_act, params.shared_down, params.shared_down_scale,
         work.shared_out, params.tokens,        params.hidden,   params.shared};
-    down.x_ready = params.tokens <= kSPLIT_TOKENS;
+    down.x_ready = overlaps(params);
     return down;
 }
 
@@ -98,7 +103,8 @@ cudaError_t launchMoe(MoeParams const& params, cudaStream_t stream) {
     routed.hidden = params.hidden;
     routed.num_experts = params.experts;
     routed.intermediate = params.intermediate;
-    // Up to kSPLIT_TOKENS tokens each of these takes its latency and little more, so they overlap: a product whose
+    routed.ready = overlaps(params);
+    // Up to some hundred tokens each of these takes its latency and little more, so they overlap: a product whose
     // inputs were complete when it was allowed to start runs beside the kernel before it, and waits for that one at its
     // end. So do shared up with the router's logits, shared down with the choice, and the experts' first with shared
     // down.

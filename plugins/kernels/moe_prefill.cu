@@ -12,7 +12,8 @@ namespace flint {
 namespace {
 
 constexpr int kCOMBINE_THREADS = 256;
-constexpr int kVECTOR = 8; // BF16 values in 16 bytes
+constexpr int kVECTOR = 8;      // BF16 values in 16 bytes
+constexpr int kLEAST_GROUP = 8; // positions of launchGemmStream's smaller groups
 
 constexpr int64_t ceilDiv(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -47,9 +48,9 @@ struct Workspace {
         weights = reinterpret_cast<float*>(take(pairs * 4));
         counts = reinterpret_cast<int32_t*>(take(ceilDiv(pairs, kSORT_PAIRS) * experts * 4));
         starts = reinterpret_cast<int32_t*>(take(experts * 4));
-        // For the smallest groups: whichever size is chosen, more tokens need more.
-        groups = reinterpret_cast<GemmGroup*>(
-            take(moeMaxGroups(pairs, experts, gemmShapeTokens(GemmShape::kTiny)) * int64_t{sizeof(GemmGroup)}));
+        // For the smallest groups: whichever size is chosen needs no more.
+        groups =
+            reinterpret_cast<GemmGroup*>(take(moeMaxGroups(pairs, experts, kLEAST_GROUP) * int64_t{sizeof(GemmGroup)}));
         group_count = reinterpret_cast<int32_t*>(take(4));
         this->tokens = reinterpret_cast<int32_t*>(take(pairs * 4));
         this->pairs = reinterpret_cast<int32_t*>(take(pairs * 4));
@@ -113,23 +114,40 @@ bool valid(MoePrefillParams const& params) {
            params.tokens * params.hidden < LIMIT && params.tokens * kTOP_K * params.intermediate < LIMIT;
 }
 
-/// By mean positions per expert: a tile should be filled, and weights be dequantised for as many as there are. Both
-/// products have the same groups, so the same shape.
-cudaError_t chooseShape(MoePrefillParams const& params, GemmShape& shape) {
-    GemmDevice device;
-    if (cudaError_t const status = gemmDevice(device); status != cudaSuccess) {
-        return status;
+/// How both products of the experts are divided, which have the same groups.
+struct Division {
+    bool streams;    ///< launchGemmStream, else a tile shape
+    GemmShape shape; ///< unless it streams
+    int group_size;
+
+    cudaError_t launch(MoePrefillParams const& params, GemmProblem const& problem, GemmEpilogue epilogue,
+                       GemmDevice const& device, cudaStream_t stream) const {
+        int64_t const most = moeMaxGroups(params.tokens * kTOP_K, params.num_experts, group_size);
+        return streams ? launchGemmStream(params.format, problem, epilogue, group_size, most, device, stream)
+                       : launchGemmProblem(params.format, problem, epilogue, shape, most, stream);
     }
+};
+
+/// By mean positions per expert: few read the weights and do little else. Of more a tile should be filled, and weights
+/// be dequantised for as many as there are. The limits are where an H200 took the same time.
+Division divide(MoePrefillParams const& params, GemmDevice const& device) {
     int64_t const mean = params.tokens * kTOP_K / params.num_experts;
-    shape = mean >= 64   ? GemmShape::kLarge
-            : mean >= 32 ? GemmShape::kMedium
-            : mean >= 12 ? GemmShape::kSmall
-                         : GemmShape::kTiny;
+    for (int const few : {params.tokens <= kSPLIT_TOKENS ? kLEAST_GROUP : 2 * kLEAST_GROUP, kLEAST_GROUP}) {
+        int64_t const most = moeMaxGroups(params.tokens * kTOP_K, params.num_experts, few);
+        if (mean < 20 && gemmStreamFits(params.format, params.hidden, few, most, device) &&
+            gemmStreamFits(params.format, params.intermediate, few, most, device)) {
+            return {true, {}, few};
+        }
+    }
+    GemmShape shape = mean >= 40   ? GemmShape::kLarge
+                      : mean >= 32 ? GemmShape::kMedium
+                      : mean >= 12 ? GemmShape::kSmall
+                                   : GemmShape::kTiny;
     if (!gemmFits(params.format, GemmEpilogue::kSwiGlu, shape, device) ||
         !gemmFits(params.format, GemmEpilogue::kStore, shape, device)) {
         shape = GemmShape::kMedium;
     }
-    return cudaSuccess;
+    return {false, shape, gemmShapeTokens(shape)};
 }
 
 } // namespace
@@ -145,8 +163,8 @@ cudaError_t launchMoePrefillRoutes(MoePrefillParams const& params, cudaStream_t 
     if (params.tokens == 0) {
         return cudaSuccess;
     }
-    GemmShape shape;
-    cudaError_t status = chooseShape(params, shape);
+    GemmDevice device;
+    cudaError_t status = gemmDevice(device);
     if (status != cudaSuccess) {
         return status;
     }
@@ -164,7 +182,7 @@ cudaError_t launchMoePrefillRoutes(MoePrefillParams const& params, cudaStream_t 
     sort.pair_count = static_cast<int32_t>(params.tokens * kTOP_K);
     sort.num_experts = static_cast<int32_t>(params.num_experts);
     sort.top_k = kTOP_K;
-    sort.group_size = gemmShapeTokens(shape);
+    sort.group_size = divide(params, device).group_size;
     if (params.tokens <= kSPLIT_TOKENS) {
         return launchMoeChoose(choice, sort, stream);
     }
@@ -179,14 +197,14 @@ cudaError_t launchMoePrefillExperts(MoePrefillParams const& params, cudaStream_t
     if (params.tokens == 0) {
         return cudaSuccess;
     }
-    GemmShape shape;
-    cudaError_t status = chooseShape(params, shape);
+    GemmDevice device;
+    cudaError_t status = gemmDevice(device);
     if (status != cudaSuccess) {
         return status;
     }
     Workspace const work(params);
     int64_t const pairs = params.tokens * kTOP_K;
-    int64_t const maxGroups = moeMaxGroups(pairs, params.num_experts, gemmShapeTokens(shape));
+    Division const division = divide(params, device);
     GemmProblem up{};
     up.x = static_cast<uint8_t const*>(params.x);
     up.weight = static_cast<uint8_t const*>(params.gate_up);
@@ -200,8 +218,8 @@ cudaError_t launchMoePrefillExperts(MoePrefillParams const& params, cudaStream_t
     up.panels = static_cast<int32_t>(2 * params.intermediate / kPANEL_ROWS);
     up.scale_stride = 2;
     up.round_gate_up = false;
-    up.ready = params.tokens <= kSPLIT_TOKENS ? GemmReady::kAll : GemmReady::kNothing;
-    status = launchGemmProblem(params.format, up, GemmEpilogue::kSwiGlu, shape, maxGroups, stream);
+    up.ready = params.ready ? GemmReady::kAll : GemmReady::kNothing;
+    status = division.launch(params, up, GemmEpilogue::kSwiGlu, device, stream);
     if (status != cudaSuccess) {
         return status;
     }
@@ -218,7 +236,7 @@ cudaError_t launchMoePrefillExperts(MoePrefillParams const& params, cudaStream_t
     down.scale_stride = 1;
     down.ready = GemmReady::kWeights; // the groups were complete before up allowed it to start
     down.segment_panels[0] = down.segment_panels[1] = down.panels;
-    status = launchGemmProblem(params.format, down, GemmEpilogue::kStore, shape, maxGroups, stream);
+    status = division.launch(params, down, GemmEpilogue::kStore, device, stream);
     if (status != cudaSuccess) {
         return status;
     }

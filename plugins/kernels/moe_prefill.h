@@ -26,6 +26,8 @@ struct MoePrefillParams {
     int64_t hidden;             ///< H, a multiple of 64
     int64_t num_experts;        ///< E: 256 or 16
     int64_t intermediate;       ///< I, a multiple of 64
+    bool ready;                 ///< whether x and what the first half writes are complete when the kernel launched
+                                ///< before the second half calls allowSuccessor()
 };
 
 /// Grows with T. Most of it is the experts' outputs: 12 T H bytes.
@@ -38,8 +40,7 @@ size_t moePrefillWorkspaceBytes(int64_t tokens, int64_t num_experts, int64_t hid
 cudaError_t launchMoePrefillRoutes(MoePrefillParams const& params, cudaStream_t stream);
 
 /// Second half: gate_up with SwiGLU, down, combine. A token's result depends on T only through the choice between wgmma
-/// and mma.sync. Up to kSPLIT_TOKENS tokens x and the first half's results must be complete when the kernel before this
-/// half calls allowSuccessor().
+/// and mma.sync.
 cudaError_t launchMoePrefillExperts(MoePrefillParams const& params, cudaStream_t stream);
 
 } // namespace flint

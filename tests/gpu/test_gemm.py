@@ -1,8 +1,9 @@
 """Matrix products of nine tokens and more on the GPU (Linear, NormMlp, NormMoe) against the torch oracle.
 
-Every T here is beyond the low-latency path. Up to 64 tokens K is divided over a cluster of blocks: the sizes of T fall
-on both sides of what its instances hold (16, 32 and 64 tokens), and K is not always divided evenly. Beyond, they fall
-on both sides of what the tile shapes hold and, on a GPU with 100 to 200 multiprocessors, choose each at least once.
+Every T here is beyond the low-latency path. Of a few tokens K is divided over a cluster of blocks: the sizes of T fall
+on both sides of what its instances hold (16, 32 and 64 tokens, and several times 64), and K is not always divided
+evenly. Beyond, they fall on both sides of what the tile shapes hold and, on an H200, choose each at least once. The
+experts of NormMoe take T through groups of 8 and of 16, and through the tile shapes.
 """
 
 from __future__ import annotations
@@ -109,9 +110,14 @@ def check(op: str, fields: dict[str, FieldValue], inputs: dict[str, Tensor]) -> 
         (48, 2048, 12288 + 16),
         (65, 2048, 2048),
         (129, 4096, 2048),
-        (300, 64, 16),  # one K-tile, one panel
-        (300, 5 * 64, 5 * 16),  # scales one by one; rows that fill no tile
+        (300, 5 * 64, 5 * 16),
+        (512, 10 * 64, 2048),
+        (100, 2048, 12288),  # no longer divided
+        (600, 64, 16),  # one K-tile, one panel
+        (600, 5 * 64, 5 * 16),  # scales one by one; rows that fill no tile
         (1000, 6 * 64, 2048 + 48),  # scales in pairs
+        (1000, 4 * 64, 256 + 48),
+        (1600, 4 * 64, 512 + 16),
         (777, 2048, 5120),
         (2500, 1024, 2048 + 16),  # many tiles of the largest shape, the last ones partly filled both ways
     ],
@@ -199,9 +205,13 @@ def test_norm_mlp(fmt: str, tokens: int, hidden: int, intermediate: int) -> None
     [
         (9, 128, 64, 64),
         (17, 2048, 512, 1024),
+        (40, 128, 64, 64),
+        (50, 2048, 512, 1024),
         (63, 128, 64, 64),
         (64, 2048, 512, 1024),
+        (20, 128, 7168, 64),  # rows of which too few fit shared memory
         (65, 2048, 512, 1024),
+        (96, 2048, 512, 1024),
         (170, 2048, 512, 1024),
         (400, 128, 64, 64),
         (3000, 128, 64, 64),

@@ -20,7 +20,7 @@ from tests.gpu.ops import run_op, same_bits
 
 WIDE = {"hidden": 2048, "heads": 32, "kv_heads": 4, "dense": 6144, "moe": 512, "shared": 1024, "experts": 256}
 PANELS = 150_144 // 16
-TOKENS = (1, 2, 3, 7, 8, 9, 33, 64, 513, 2048, 8192)
+TOKENS = (1, 2, 3, 7, 8, 9, 33, 64, 200, 513, 2048, 8192)
 ROWS = (1, 2, 3, 7, 8, 9, 33, 64)
 DEVICE = "cuda"
 PER_TOKEN = ("x", "delta", "residual", "positions")
@@ -108,9 +108,9 @@ def test_bf16_router(node: Node) -> None:
 
 @nodes("NormMoe")
 @pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("tokens", [9, 42, 63, 64, 65])
+@pytest.mark.parametrize("tokens", [2, 8, 9, 42, 63, 64, 65, 600])
 def test_chosen_experts(tokens: int, spread: bool, node: Node) -> None:
-    """All tokens choose the same six experts, or (42 tokens) none chooses another's."""
+    """All tokens choose the same six experts, or (up to 42 tokens) none chooses another's."""
     fields, inputs = node.inputs(tokens)
     pairs = torch.arange(TOP_K * tokens, device=DEVICE) % (252 if spread else TOP_K)
     target = pairs.view(tokens, TOP_K)
@@ -123,12 +123,28 @@ def test_chosen_experts(tokens: int, spread: bool, node: Node) -> None:
 
 
 @nodes("Linear", "NormMlp", "NormMoe", "NormQkvRope")
-@pytest.mark.parametrize(("alone", "together"), [(2, 8), (9, 64), (4096, 8192)])
+@pytest.mark.parametrize(("alone", "together"), [(3, 8), (9, 64), (100, 200), (300, 500), (4096, 8192)])
 def test_bits_are_the_same_alone_and_in_a_batch(alone: int, together: int, node: Node) -> None:
-    """Kernels are shared by 2 to 8 tokens, by more (mma.sync), and on an H200, by the thousands that fill wgmma tiles.
+    """Numbers of tokens that share kernels on an H200, see README."""
+    check_same_bits(alone, together, node)
 
-    The first and the last `alone` rows of a batch, run by themselves.
-    """
+
+@nodes("Linear", "NormMlp", "NormMoe", "NormQkvRope")
+def test_bits_of_two_tokens_are_the_same_in_a_batch(node: Node) -> None:
+    """NormMoe's kernels take two tokens as they take one, the others' as they take eight."""
+    check_same_bits(*((1, 2) if node.op == "NormMoe" else (2, 8)), node)
+
+
+@nodes("NormMoe")
+@pytest.mark.parametrize(("alone", "together"), [(9, 800), (200, 800), (800, 1600)])
+def test_bits_of_experts_are_the_same_alone_and_in_a_batch(alone: int, together: int, node: Node) -> None:
+    """The routed experts' kernels change, and their bits do not; the shared expert's do, so it is silent."""
+    node = Node(node.op, node.fmt, {**node.weights, "shared_down": torch.zeros_like(node.weights["shared_down"])})
+    check_same_bits(alone, together, node)
+
+
+def check_same_bits(alone: int, together: int, node: Node) -> None:
+    """The first and the last `alone` rows of a batch, run by themselves."""
     fields, inputs = node.inputs(together)
     found = node.run(fields, inputs)
     for rows in (slice(0, alone), slice(together - alone, together)):

@@ -32,6 +32,7 @@ DECODE_KERNELS = {
     "moeDownKernel",
     "gemmKernel",
     "gemmSplitKernel",
+    "gemmStreamKernel",
     "lmHeadKernel",
     "sampleDrawKernel",
 }
