@@ -74,10 +74,11 @@ cudaError_t launchGemmProblem(WeightFormat format, GemmProblem const& problem, G
                               int64_t max_groups, cudaStream_t stream);
 
 /// Whether the GPU has the shared memory, and the multiprocessors, for launchGemmStream.
-bool gemmStreamFits(WeightFormat format, int64_t columns, int tokens, int64_t max_groups, GemmDevice const& device);
-/// A grouped problem whose groups have few positions, at most `tokens`: gemm_stream.cu.
-cudaError_t launchGemmStream(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, int tokens,
-                             int64_t max_groups, GemmDevice const& device, cudaStream_t stream);
+bool gemmStreamFits(int64_t columns, int tokens, int64_t max_groups, GemmDevice const& device);
+
+/// A grouped problem in NVFP4 whose groups have few positions, at most `tokens`: gemm_stream.cu.
+cudaError_t launchGemmStream(GemmProblem const& problem, GemmEpilogue epilogue, int tokens, int64_t max_groups,
+                             GemmDevice const& device, cudaStream_t stream);
 
 /// A dense problem whose K is divided (dividesColumns); x is ordered unless `plain`.
 cudaError_t launchGemmSplit(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, bool plain,

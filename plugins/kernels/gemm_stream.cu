@@ -1,4 +1,5 @@
-// Grouped matrix products of few tokens a group: NormMoe's experts, for more tokens than the low-latency path takes.
+// Grouped matrix products of few tokens a group: NormMoe's experts in NVFP4, for more tokens than the low-latency path
+// takes.
 //
 // Such a product reads the weights of each chosen expert once and does little with them, so what counts is bytes under
 // way, and instructions a byte. A block takes an equal part of all groups' panels. Each of its warps streams whole
@@ -30,11 +31,11 @@ struct StreamPlan {
 };
 
 /// A stage of a warp's ring: TILES K-tiles of a panel, whose scales stand together.
-template <WeightFormat F, int TILES>
+template <int TILES>
 struct StreamStage {
-    static constexpr int TILE_BYTES = F == WeightFormat::kNVFP4 ? 512 : 2048;
+    static constexpr int TILE_BYTES = 512;
     static constexpr int DATA_BYTES = TILES * TILE_BYTES;
-    static constexpr int SCALE_BYTES = F == WeightFormat::kNVFP4 ? TILES * 64 : 0;
+    static constexpr int SCALE_BYTES = TILES * 64;
     static constexpr int BYTES = DATA_BYTES + SCALE_BYTES;
 };
 
@@ -97,10 +98,10 @@ __device__ void loadRows(GemmProblem const& problem, StreamPlan const& plan, Blo
 }
 
 /// A warp's panels `begin`, begin + step, .. < end of all groups' panels, stage by stage through its ring.
-template <WeightFormat F, int TILES>
+template <int TILES>
 class PanelStream {
   public:
-    using Stage = StreamStage<F, TILES>;
+    using Stage = StreamStage<TILES>;
 
     __device__ PanelStream(GemmProblem const& problem, BlockGroup const* groups, int firstGroup, uint8_t* ring,
                            CopyBarrier* filled, int stages, int lane)
@@ -119,30 +120,25 @@ class PanelStream {
     }
 
     /// Take the next stage's weights, and ask for another in its place.
-    __device__ __forceinline__ void take(uint4 (&data)[TILES][Stage::TILE_BYTES / 512], uint32_t (&scales)[TILES]) {
+    __device__ __forceinline__ void take(uint4 (&codes)[TILES], uint32_t (&scales)[TILES]) {
         mFilled[mSlot].wait(mParity);
         uint8_t const* const stage = mRing + mSlot * Stage::BYTES;
         uint32_t const shared = sharedAddress(stage) + mLane * 16;
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-#pragma unroll
-            for (int j = 0; j < Stage::TILE_BYTES / 512; ++j) {
-                data[i][j] = detail::loadShared16(shared + i * Stage::TILE_BYTES + j * 512);
-            }
+            codes[i] = detail::loadShared16(shared + i * Stage::TILE_BYTES);
         }
-        if constexpr (F == WeightFormat::kNVFP4) {
-            uint16_t const* const mine = reinterpret_cast<uint16_t const*>(stage + Stage::DATA_BYTES) + mLane * TILES;
-            if constexpr (TILES == 4) {
-                uint2 const four = *reinterpret_cast<uint2 const*>(mine);
-                scales[0] = four.x;
-                scales[1] = four.x >> 16;
-                scales[2] = four.y;
-                scales[3] = four.y >> 16;
-            } else {
+        uint16_t const* const mine = reinterpret_cast<uint16_t const*>(stage + Stage::DATA_BYTES) + mLane * TILES;
+        if constexpr (TILES == 4) {
+            uint2 const four = *reinterpret_cast<uint2 const*>(mine);
+            scales[0] = four.x;
+            scales[1] = four.x >> 16;
+            scales[2] = four.y;
+            scales[3] = four.y >> 16;
+        } else {
 #pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    scales[i] = mine[i];
-                }
+            for (int i = 0; i < TILES; ++i) {
+                scales[i] = mine[i];
             }
         }
         fenceCopies();
@@ -173,7 +169,7 @@ class PanelStream {
             int const group = mItem / mProblem.panels, panel = mItem - group * mProblem.panels;
             int const expert = __shfl_sync(0xFFFFFFFFu, mGroups[group - mFirstGroup].expert, 0);
             int64_t const row = int64_t{expert} * mProblem.panels + panel;
-            mPanel = mProblem.weight + row * panelBytes(F, mProblem.columns);
+            mPanel = mProblem.weight + row * panelBytes(WeightFormat::kNVFP4, mProblem.columns);
         }
     }
 
@@ -186,10 +182,8 @@ class PanelStream {
             uint8_t* const stage = mRing + mAskSlot * Stage::BYTES;
             filled.expect(Stage::BYTES);
             filled.copyOnce(stage, mPanel + mStage * Stage::DATA_BYTES, Stage::DATA_BYTES);
-            if constexpr (F == WeightFormat::kNVFP4) {
-                filled.copyOnce(stage + Stage::DATA_BYTES, mPanel + 8 * mProblem.columns + mStage * Stage::SCALE_BYTES,
-                                Stage::SCALE_BYTES);
-            }
+            filled.copyOnce(stage + Stage::DATA_BYTES, mPanel + 8 * mProblem.columns + mStage * Stage::SCALE_BYTES,
+                            Stage::SCALE_BYTES);
         }
         mAskSlot = mAskSlot + 1 == mStages ? 0 : mAskSlot + 1;
         if (++mStage == mPanelStages) {
@@ -202,10 +196,9 @@ class PanelStream {
 
 /// A panel times up to 8 STEPS tokens, whose rows of activations begin at `x` for this lane's chunk; see
 /// multiplyOperands. Columns past the last token are not stored.
-template <int STEPS, WeightFormat F, int TILES, typename Store, typename RowOf>
-__device__ __forceinline__ void streamPanel(PanelStream<F, TILES>& weights, uint32_t x, int stride, int columns,
+template <int STEPS, int TILES, typename Store, typename RowOf>
+__device__ __forceinline__ void streamPanel(PanelStream<TILES>& weights, uint32_t x, int stride, int columns,
                                             Store const& store, RowOf const& rowOf) {
-    using Stage = StreamStage<F, TILES>;
     uint32_t rows[STEPS];
 #pragma unroll
     for (int n = 0; n < STEPS; ++n) {
@@ -213,23 +206,13 @@ __device__ __forceinline__ void streamPanel(PanelStream<F, TILES>& weights, uint
     }
     float acc[STEPS][4] = {};
     for (int tile = 0; tile < columns / kTILE_COLUMNS; tile += TILES) {
-        uint4 data[TILES][Stage::TILE_BYTES / 512];
+        uint4 codes[TILES];
         uint32_t scales[TILES];
-        weights.take(data, scales);
+        weights.take(codes, scales);
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             uint32_t a[4][4];
-            if constexpr (F == WeightFormat::kNVFP4) {
-                dequantize(data[i][0], scales[i], a);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    a[j][0] = data[i][j].x;
-                    a[j][1] = data[i][j].y;
-                    a[j][2] = data[i][j].z;
-                    a[j][3] = data[i][j].w;
-                }
-            }
+            dequantize(codes[i], scales[i], a);
 #pragma unroll
             for (int n = 0; n < STEPS; ++n) {
 #pragma unroll
@@ -249,10 +232,10 @@ __device__ __forceinline__ void streamPanel(PanelStream<F, TILES>& weights, uint
 }
 
 /// Grid: a block a multiprocessor, or fewer. Dynamic shared memory: [warps][stages] weights, [2][rows] activations.
-template <WeightFormat F, GemmEpilogue E, int TILES>
+template <GemmEpilogue E, int TILES>
 __global__ void __launch_bounds__((kMOST_WARPS + 1) * kWARP, 1)
     gemmStreamKernel(GemmProblem const __grid_constant__ problem, StreamPlan const plan) {
-    using Stage = StreamStage<F, TILES>;
+    using Stage = StreamStage<TILES>;
     extern __shared__ __align__(128) uint8_t buffer[];
     __shared__ BlockGroup groups[kMOST_GROUPS];
     __shared__ StreamRows rows;
@@ -284,8 +267,7 @@ __global__ void __launch_bounds__((kMOST_WARPS + 1) * kWARP, 1)
         groups[thread] = {entry.x, entry.y, entry.z, 0, {}};
     }
     __syncthreads();
-    PanelStream<F, TILES> weights(problem, groups, firstGroup, buffer + warp * ringBytes, filled[warp], plan.stages,
-                                  lane);
+    PanelStream<TILES> weights(problem, groups, firstGroup, buffer + warp * ringBytes, filled[warp], plan.stages, lane);
     if (multiplies) {
         weights.start(begin + warp, plan.warps, end);
     } else {
@@ -328,7 +310,7 @@ __global__ void __launch_bounds__((kMOST_WARPS + 1) * kWARP, 1)
             }
             BlockGroup const& its = groups[group];
             uint32_t const x = sharedAddress(halves) + (half * plan.rows + its.row) * stride + lane / 8 * 16;
-            PanelStore<F, E> const store(problem, panel, its.count, its.scales, lane);
+            PanelStore<WeightFormat::kNVFP4, E> const store(problem, panel, its.count, its.scales, lane);
             auto const rowOf = [&](int token) {
                 return rows.targets[half][its.row + token];
             };
@@ -345,14 +327,9 @@ __global__ void __launch_bounds__((kMOST_WARPS + 1) * kWARP, 1)
     }
 }
 
-int stageTiles(WeightFormat format, int columns) {
-    return format == WeightFormat::kNVFP4 ? scaleGroup(columns / kTILE_COLUMNS) : 1;
-}
-
 /// As many warps as there are rings for; false if too few, or where a block might have panels of too many groups.
-bool makePlan(WeightFormat format, int columns, int tokens, int64_t maxGroups, GemmDevice const& device,
-              StreamPlan& plan) {
-    int const stage = stageTiles(format, columns) * (format == WeightFormat::kNVFP4 ? 576 : 2048);
+bool makePlan(int columns, int tokens, int64_t maxGroups, GemmDevice const& device, StreamPlan& plan) {
+    int const stage = scaleGroup(columns / kTILE_COLUMNS) * StreamStage<1>::BYTES;
     int const room = device.shared_bytes - kSTATIC_SHARED_BYTES - 2 * tokens * rowStride(columns);
     int const rings = room / (kLEAST_STAGES * stage);
     if (tokens > kMOST_TOKENS || room < 0 || rings < kLEAST_WARPS || maxGroups / device.processors + 2 > kMOST_GROUPS) {
@@ -364,12 +341,11 @@ bool makePlan(WeightFormat format, int columns, int tokens, int64_t maxGroups, G
     return true;
 }
 
-template <WeightFormat F, GemmEpilogue E, int TILES>
+template <GemmEpilogue E, int TILES>
 cudaError_t launchTiles(GemmProblem const& problem, StreamPlan const& plan, int64_t maxGroups, GemmDevice const& device,
                         cudaStream_t stream) {
-    auto const kernel = gemmStreamKernel<F, E, TILES>;
-    int const bytes =
-        plan.warps * plan.stages * StreamStage<F, TILES>::BYTES + 2 * plan.rows * rowStride(problem.columns);
+    auto const kernel = gemmStreamKernel<E, TILES>;
+    int const bytes = plan.warps * plan.stages * StreamStage<TILES>::BYTES + 2 * plan.rows * rowStride(problem.columns);
     if (cudaError_t const status = allowShared(kernel, bytes); status != cudaSuccess) {
         return status;
     }
@@ -379,37 +355,34 @@ cudaError_t launchTiles(GemmProblem const& problem, StreamPlan const& plan, int6
 }
 
 template <GemmEpilogue E>
-cudaError_t launchEpilogue(WeightFormat format, GemmProblem const& problem, StreamPlan const& plan, int64_t maxGroups,
+cudaError_t launchEpilogue(GemmProblem const& problem, StreamPlan const& plan, int64_t maxGroups,
                            GemmDevice const& device, cudaStream_t stream) {
-    if (format == WeightFormat::kBF16) {
-        return launchTiles<WeightFormat::kBF16, E, 1>(problem, plan, maxGroups, device, stream);
-    }
-    switch (stageTiles(format, problem.columns)) {
+    switch (scaleGroup(problem.columns / kTILE_COLUMNS)) {
     case 4:
-        return launchTiles<WeightFormat::kNVFP4, E, 4>(problem, plan, maxGroups, device, stream);
+        return launchTiles<E, 4>(problem, plan, maxGroups, device, stream);
     case 2:
-        return launchTiles<WeightFormat::kNVFP4, E, 2>(problem, plan, maxGroups, device, stream);
+        return launchTiles<E, 2>(problem, plan, maxGroups, device, stream);
     default:
-        return launchTiles<WeightFormat::kNVFP4, E, 1>(problem, plan, maxGroups, device, stream);
+        return launchTiles<E, 1>(problem, plan, maxGroups, device, stream);
     }
 }
 
 } // namespace
 
-bool gemmStreamFits(WeightFormat format, int64_t columns, int tokens, int64_t maxGroups, GemmDevice const& device) {
+bool gemmStreamFits(int64_t columns, int tokens, int64_t maxGroups, GemmDevice const& device) {
     StreamPlan plan;
-    return makePlan(format, static_cast<int>(columns), tokens, maxGroups, device, plan);
+    return makePlan(static_cast<int>(columns), tokens, maxGroups, device, plan);
 }
 
-cudaError_t launchGemmStream(WeightFormat format, GemmProblem const& problem, GemmEpilogue epilogue, int tokens,
-                             int64_t maxGroups, GemmDevice const& device, cudaStream_t stream) {
+cudaError_t launchGemmStream(GemmProblem const& problem, GemmEpilogue epilogue, int tokens, int64_t maxGroups,
+                             GemmDevice const& device, cudaStream_t stream) {
     StreamPlan plan;
-    if (!makePlan(format, problem.columns, tokens, maxGroups, device, plan)) {
+    if (!makePlan(problem.columns, tokens, maxGroups, device, plan)) {
         return cudaErrorInvalidValue;
     }
     return epilogue == GemmEpilogue::kSwiGlu
-               ? launchEpilogue<GemmEpilogue::kSwiGlu>(format, problem, plan, maxGroups, device, stream)
-               : launchEpilogue<GemmEpilogue::kStore>(format, problem, plan, maxGroups, device, stream);
+               ? launchEpilogue<GemmEpilogue::kSwiGlu>(problem, plan, maxGroups, device, stream)
+               : launchEpilogue<GemmEpilogue::kStore>(problem, plan, maxGroups, device, stream);
 }
 
 } // namespace flint
