@@ -130,7 +130,7 @@ struct Division {
 
 /// By mean positions per expert: few read the weights and do little else. Of more a tile should be filled, and weights
 /// be dequantised for as many as there are. The limits are where an H200 took the same time. Streams of BF16 weights
-/// gained nothing at 32 tokens, and lost at 512.
+/// gained nothing at 32 tokens.
 Division divide(MoePrefillParams const& params, GemmDevice const& device) {
     int64_t const mean = params.tokens * kTOP_K / params.num_experts;
     for (int const few : {params.tokens <= kSPLIT_TOKENS ? kLEAST_GROUP : 2 * kLEAST_GROUP, kLEAST_GROUP}) {
