@@ -51,7 +51,7 @@ wheel-%: .venv/.created
 	_PYTHON_HOST_PLATFORM=linux-$* $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel . \
 	  $(CMAKE_TARGETS) $$([ $* = $$(uname -m) ] \
 	    || echo "--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=plugins/cmake/$*.cmake")
-	$(BIN)/auditwheel repair --plat manylinux_2_35_$* --exclude libtensorrt_rtx.so.1 --wheel-dir dist build/wheel/*.whl
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --exclude libtensorrt_rtx.so.1 --wheel-dir dist build/wheel/*.whl
 
 # What the image installs beside the package; with "rtx,cuda,reference" it has the reference executor, too.
 EXTRAS    ?= rtx,cuda
