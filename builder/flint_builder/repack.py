@@ -28,7 +28,7 @@ from flint_runtime.manifest import FileEntry
 __all__ = ["WEIGHTS_DIRECTORY", "rope_table", "write_weights"]
 
 WEIGHTS_DIRECTORY = "weights"
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 """Source bytes that are packed at once: few enough to stay in a core's cache."""
 _WORKERS = 3
 """One more than the cores meant to be busy: a worker that syncs its file waits for the disk."""
