@@ -56,7 +56,7 @@ own). The fourth has the bits that are left, chosen so that a shift to the right
 
 _SCRATCH_BYTES = 1 << 16
 """What packing BF16 works on at once: small enough for a core's first caches."""
-_NVFP4_BYTES = 1 << 17
+_NVFP4_BYTES = 1 << 18
 """What packing NVFP4 works on at once, as stored: with the tables and the scratch it fits a core's second cache, and is
 large enough that numpy's cost of a call does not show."""
 
@@ -124,7 +124,7 @@ def pack_nvfp4(blocks: UInt8, out: UInt8 | None = None) -> UInt8:
     source = blocks.reshape(-1, PANEL_ROWS * row_bytes)  # a panel as stored has as many bytes as a packed one
     packed = out.reshape(source.shape)
     code_order, scale_order = _nvfp4_order(tiles)
-    step = min(len(code_order), len(source))
+    step = len(code_order)
     words, scratch = np.empty((2, step, code_order.shape[1]), np.uint32)
     scales = np.empty((step, scale_order.shape[1]), np.uint8)
     for first in range(0, len(source), step):
@@ -143,7 +143,7 @@ def pack_nvfp4(blocks: UInt8, out: UInt8 | None = None) -> UInt8:
 
 @lru_cache(maxsize=16)
 def _nvfp4_order(tiles: int) -> tuple[Index, Index]:
-    """Where the parts of a packed panel stand in the stored one, for a few panels of `tiles` K-tiles, one after another.
+    """Where the parts of packed panels stand in the stored ones, for as many panels as are packed at once.
 
     Returns:
         of the codes, [panels, 2 * K], counted in words of 4 bytes; of the scales, [panels, K], counted in bytes.
@@ -160,9 +160,9 @@ def _nvfp4_order(tiles: int) -> tuple[Index, Index]:
 def _spread_codes(words: UInt16, scratch: UInt16, out: UInt16) -> None:
     """Move the bits of half words as `_BIT_ORDER` says, into `out`.
 
-    A table of all half words would be shorter to write, but numpy looks up one at a time and does these 14 operations on
-    many at once. A factor of several powers of two shifts by each of them; the mask before it leaves the copies room, the
-    mask behind it keeps the wanted ones. (The fewest operations that a search over such sums found.)
+    A table of all half words would be shorter to write, but numpy looks up one at a time, and does these 14 operations
+    on many at once. A factor of several powers of two shifts by each of them: the mask before it leaves the copies
+    room, the mask behind it keeps the wanted ones. No fewer operations were found in a search over such sums.
 
     Args:
         words: to be moved; is overwritten.
@@ -183,6 +183,11 @@ def _move(words: UInt16, bits: int, factor: int, kept: int, out: UInt16) -> None
     np.bitwise_and(words, bits, out=out)
     np.multiply(out, factor, out=out)
     np.bitwise_and(out, kept, out=out)
+
+
+def nvfp4_scales(packed: UInt8) -> UInt8:
+    """The scale bytes of panels, a view: uint8 [..., N / 16, 9 * K] to [..., N / 16, K], in the order of the lanes."""
+    return packed[..., packed.shape[-1] // 9 * 8 :]
 
 
 def unpack_nvfp4(packed: UInt8) -> UInt8:
