@@ -179,7 +179,7 @@ def _pack_panels(
             yield layout.pack_bf16(source.view(np.uint16), out.view(np.uint16))
             continue
         layout.pack_nvfp4(source, out)
-        if block_scales.any_irregular(layout.nvfp4_scales(out)):  # checked where they lie together: a tenth of the time
+        if block_scales.any_irregular(layout.nvfp4_scales(out)):  # found where they lie together
             for index, rows in enumerate(sharing):
                 checkpoint.normalize(rows, first * share, chunk[:count, index * share : (index + 1) * share])
             layout.pack_nvfp4(source, out)
