@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flint_builder.checkpoint import Checkpoint
+from flint_builder.checkpoint import Checkpoint, block_scales
 from flint_builder.checkpoint.datafile import UInt8
 from flint_builder.checkpoint.tensors import Rows
 from flint_builder.rope import rope_rows, rope_table
@@ -28,7 +28,7 @@ from flint_runtime.manifest import FileEntry
 __all__ = ["WEIGHTS_DIRECTORY", "rope_table", "write_weights"]
 
 WEIGHTS_DIRECTORY = "weights"
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 """Source bytes that are packed at once: few enough to stay in a core's cache."""
 _WORKERS = 3
 """One more than the cores meant to be busy: a worker that syncs its file waits for the disk."""
@@ -172,12 +172,15 @@ def _pack_panels(
     for first in range(0, panels, step):
         count = min(step, panels - first)
         for index, rows in enumerate(sharing):
-            part = chunk[:count, index * share : (index + 1) * share]
-            rows.read_into(first * share, part)
-            checkpoint.normalize(rows, first * share, part)
+            rows.read_into(first * share, chunk[:count, index * share : (index + 1) * share])
         source, out = chunk[:count].reshape(count * layout.PANEL_ROWS, -1), packed[:count]
         report(source.nbytes)
-        if checkpoint.weights == "nvfp4":
-            yield layout.pack_nvfp4(source, out)
-        else:
+        if checkpoint.weights == "bf16":
             yield layout.pack_bf16(source.view(np.uint16), out.view(np.uint16))
+            continue
+        layout.pack_nvfp4(source, out)
+        if block_scales.any_irregular(layout.nvfp4_scales(out)):  # found where they lie together
+            for index, rows in enumerate(sharing):
+                checkpoint.normalize(rows, first * share, chunk[:count, index * share : (index + 1) * share])
+            layout.pack_nvfp4(source, out)
+        yield out

@@ -214,6 +214,25 @@ def test_damage_stops_both_workers(tmp_path: Path) -> None:
         write_weights(checkpoint, files, tmp_path, lambda count: None)
 
 
+@pytest.mark.parametrize("chunk", [1, repack.CHUNK_BYTES])
+@pytest.mark.parametrize("name", ["ffn_gate_exps", "ffn_up_exps"])
+def test_irregular_scales_of_one_of_two_that_share_panels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    path = tiny.nvfp4(tmp_path)
+    _, _, (_, *regular) = written(path, tmp_path / "regular")
+    monkeypatch.setattr(repack, "CHUNK_BYTES", chunk)
+
+    def set_bit_7(rows: Array) -> None:  # which ggml ignores
+        rows[2 * 64 + 5, 1] |= 0x80
+        rows[2 * 64 + 63, layout.GGUF_BLOCK_BYTES + 3] |= 0x80
+
+    tiny.patch_tensor(path, f"blk.3.{name}.weight", set_bit_7)
+    checkpoint, _, (_, *lenient) = written(path, tmp_path / "lenient", lenient_scales=True)
+    assert checkpoint.lenient_scales == 2
+    assert lenient == regular
+
+
 def test_failure_of_the_progress_display_is_raised(tmp_path: Path) -> None:
     checkpoint, files = tiny.opened(tiny.nvfp4(tmp_path))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import gguf
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,57 @@ def test_nvfp4_round_trip(size: tuple[list[int], int, int], seed: int) -> None:
     out = np.empty_like(packed)
     assert layout.pack_nvfp4(blocks, out) is out
     np.testing.assert_array_equal(out, packed)
+
+
+def test_bits_of_every_half_word_move_to_their_places() -> None:
+    words = np.arange(1 << 16, dtype=np.uint16)
+    bits = np.arange(16)
+    expected = ((words[:, None] >> bits & 1).astype(np.uint64) << np.array(layout._BIT_ORDER, np.uint64)).sum(axis=1)
+    out = np.empty_like(words)
+    layout._spread_codes(words.copy(), np.empty_like(words), out)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 8])
+def test_nvfp4_in_several_steps(tiles: int) -> None:
+    """More panels than are packed at once, the last step with fewer; each is packed as it is alone."""
+    panels = len(layout._nvfp4_order(tiles)[0]) + 3
+    blocks = random_blocks(tiles, [2], 16 * panels, tiles)
+    packed = layout.pack_nvfp4(blocks)
+    np.testing.assert_array_equal(layout.unpack_nvfp4(packed), blocks)
+    last = layout.pack_nvfp4(blocks[1, -16:])
+    np.testing.assert_array_equal(packed[1, -1:], last)
+    stored = np.sort(blocks.reshape(-1, 4 + 32)[:, :4].reshape(2, panels, -1), axis=-1)
+    np.testing.assert_array_equal(np.sort(layout.nvfp4_scales(packed), axis=-1), stored)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiles", "digest"),
+    [
+        ("nvfp4", 1, "7eff61d67ae321ea"),
+        ("bf16", 1, "e4e78b51d9e4fa30"),
+        ("nvfp4", 2, "249cdcf07bdeed2a"),
+        ("bf16", 2, "5423a517251e1e3c"),
+        ("nvfp4", 3, "1f6b84ef5a7cee62"),
+        ("bf16", 3, "388d5106ac685706"),
+        ("nvfp4", 4, "c9a686e2502cc526"),
+        ("bf16", 4, "cc24c043555fac9a"),
+        ("nvfp4", 8, "786ee974873ed321"),
+        ("bf16", 8, "353f5058dc0e4ab8"),
+        ("nvfp4", 32, "98aff6562c7e0ccf"),
+        ("bf16", 32, "26806fdb862cb175"),
+    ],
+)
+def test_bytes_of_layout_version_2(kind: str, tiles: int, digest: str) -> None:
+    """Engines on disk hold these bytes: who changes them raises LAYOUT_VERSION."""
+    assert layout.LAYOUT_VERSION == 2
+    stored = (np.arange(2 * 32 * tiles * 36, dtype=np.uint64) * 0x9E3779B97F4A7C15 >> 40).astype(np.uint8)
+    if kind == "nvfp4":
+        packed = layout.pack_nvfp4(stored.reshape(2, 32, -1))
+    else:
+        bits = stored[: 2 * 32 * tiles * 32].astype(np.uint16) * 257 + 1
+        packed = layout.pack_bf16(np.resize(bits, (32, 64 * tiles)))  # type: ignore[assignment]
+    assert hashlib.sha256(packed.tobytes()).hexdigest()[:16] == digest
 
 
 @settings(deadline=None)

@@ -32,9 +32,14 @@ def set_scale_bytes(blocks: UInt8, scales: UInt8) -> None:
     supers[..., :BLOCKS_PER_SUPER_BLOCK] = scales.reshape(*supers.shape[:-1], BLOCKS_PER_SUPER_BLOCK)
 
 
+def any_irregular(scales: UInt8) -> bool:
+    """Whether a scale byte is 0x7F or has bit 7 set."""
+    return scales.size > 0 and int(scales.max()) > LARGEST_SCALE
+
+
 def irregular(scales: UInt8) -> npt.NDArray[np.bool_] | None:
-    """Which scale bytes are 0x7F or have bit 7 set; None if there is none, the usual case, which is fast."""
-    return scales > LARGEST_SCALE if scales.size and int(scales.max()) > LARGEST_SCALE else None
+    """Which scale bytes are 0x7F or have bit 7 set; None if there is none."""
+    return scales > LARGEST_SCALE if any_irregular(scales) else None
 
 
 def as_ggml(scales: UInt8) -> UInt8:
