@@ -82,8 +82,8 @@ class BuildPlan:
     @property
     def output_bytes(self) -> int:
         """Upper bound of the engine directory's size."""
-        others = [self.library, *self.checkpoint.assets.values()]
-        return self.weight_bytes + sum(path.stat().st_size for path in others) + _DISK_MARGIN_BYTES
+        assets = sum(len(content) for content in self.checkpoint.assets.values())
+        return self.weight_bytes + self.library.stat().st_size + assets + _DISK_MARGIN_BYTES
 
 
 @dataclass
@@ -150,8 +150,8 @@ def build_engine(plan: BuildPlan, progress: Callable[[int], None] = lambda count
                     _write(directory, f"graph/{phase}.onnx", graph.model.SerializeToString(deterministic=True))
                 )
         entries.append(_copy(plan.library, directory, LIBRARY_NAME))
-        for name, path in checkpoint.assets.items():
-            entries.append(_copy(path, directory, name))
+        for name, content in checkpoint.assets.items():
+            entries.append(_write(directory, name, content))
         if plan.backend != "plugin-host":
             with _timed(seconds, "plan"):
                 for phase, graph in graphs.items():
