@@ -33,6 +33,11 @@ def rope_theta(raw: Mapping[str, Any]) -> float:
     Raises:
         ValueError: another kind of RoPE than Flint's, or places that contradict each other; the text names them.
     """
+    if raw.get("rope_parameters") and raw.get("rope_scaling") and raw["rope_parameters"] != raw["rope_scaling"]:
+        raise ValueError(
+            f"rope_parameters is {shown(raw['rope_parameters'])} and rope_scaling is {shown(raw['rope_scaling'])}; they "
+            "must agree. Correct the file"
+        )
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         if raw.get(key) is not None:

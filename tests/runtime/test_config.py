@@ -25,6 +25,9 @@ from flint_runtime.small_files import MAX_CONFIG_BYTES
 from tests.shapes import FLINT, NANO, NANO_DIRECTORY
 
 KINDS = ("linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+RELEASED: dict[str, Any] = json.loads(
+    FlintConfig(architectures=["FlintForCausalLM"], dtype="bfloat16").to_json_string(use_diff=False)
+)
 RAW: dict[str, Any] = json.loads((NANO_DIRECTORY / "config.json").read_text())
 
 
@@ -52,8 +55,7 @@ def test_no_rope_layer_indices_must_be_the_full_layers() -> None:
 
 def released(**changes: Any) -> dict[str, Any]:
     """A config.json as transformers writes it, with changes; None removes a key."""
-    raw = json.loads(FlintConfig(architectures=["FlintForCausalLM"], dtype="bfloat16").to_json_string(use_diff=False))
-    return {name: value for name, value in (raw | changes).items() if value is not None}
+    return {name: value for name, value in copy.deepcopy(RELEASED | changes).items() if value is not None}
 
 
 def refused(raw: dict[str, Any]) -> str:
@@ -158,7 +160,10 @@ def test_rope_as_transformers(changes: dict[str, Any]) -> None:
         *(({"rope_scaling": {"type": kind, "factor": 4.0}}, f"rope_scaling.type is '{kind}'") for kind in KINDS),
         ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_scaling.type is 'yarn'"),
         ({"rope_parameters": PLAIN, "rope_theta": 1e4}, "rope_parameters.rope_theta is 500000 and rope_theta is 10000"),
-        ({"rope_parameters": PLAIN, "rope_scaling": {"rope_theta": 1e6}}, "500000 and .*1e.06; they must agree"),
+        (
+            {"rope_parameters": PLAIN, "rope_scaling": {"rope_theta": 1e6}},
+            "rope_parameters is .* and rope_scaling is .*; they must agree",
+        ),
         (
             {"rope_parameters": {"sliding_attention": PLAIN}, "rope_theta": 1e4},
             "sliding_attention.rope_theta is 500000",
@@ -201,7 +206,7 @@ _NESTED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     changes=st.fixed_dictionaries(
         {},
@@ -220,7 +225,8 @@ def test_rope_that_is_read_is_what_transformers_reads(changes: dict[str, Any]) -
     except CheckpointError:
         return
     kind, theta = oracle_theta(changes)
-    assert kind in ("default", None) and ours == (theta if theta is not None else 1e4)
+    assert kind in ("default", None)
+    assert theta is None or ours == theta  # with an explicit null transformers computes nothing
 
 
 # ---------------------------------------------------------------------------------------------------------------- keys
@@ -336,7 +342,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from([*RAW, *NEUTRAL, "rope_scaling", "rope_theta", "x"]), _VALUES, max_size=3)
 )
