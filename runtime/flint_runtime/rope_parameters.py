@@ -35,8 +35,8 @@ def rope_theta(raw: Mapping[str, Any]) -> float:
     """
     if raw.get("rope_parameters") and raw.get("rope_scaling") and raw["rope_parameters"] != raw["rope_scaling"]:
         raise ValueError(
-            f"rope_parameters is {shown(raw['rope_parameters'])} and rope_scaling is {shown(raw['rope_scaling'])}; they "
-            "must agree. Correct the file"
+            f"rope_parameters is {shown(raw['rope_parameters'])} and rope_scaling is {shown(raw['rope_scaling'])}; "
+            "they must agree. Correct the file"
         )
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):

@@ -11,6 +11,7 @@ from flint_builder.checkpoint.base import Checkpoint
 from flint_builder.checkpoint.gguf_checkpoint import GgufCheckpoint
 from flint_builder.checkpoint.hub import fetch_repository
 from flint_builder.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flint_builder.checkpoint.shards import refuse_parts
 from flint_runtime.config import ModelConfig
 from flint_runtime.errors import CheckpointError, UsageError
 from flint_runtime.manifest import WeightFormat
@@ -73,6 +74,7 @@ def _find_weights(path: Path, weights: WeightsChoice) -> tuple[Path, WeightForma
         if weights != "nvfp4" and choices["nvfp4"] is None:
             choices["bf16"] = _find_safetensors(path)
     else:
+        refuse_parts([path])
         choices = {
             "nvfp4": path if path.suffix == ".gguf" else None,
             "bf16": path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None,
@@ -101,6 +103,7 @@ def _find_safetensors(directory: Path) -> Path | None:
 
 
 def _only(files: list[Path], directory: Path) -> Path | None:
+    refuse_parts(files)
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:10]) + (", …" if len(files) > 10 else "")
         raise UsageError(f"{directory} holds {len(files)} candidates: {names}. Pass the path of the one to build from.")
