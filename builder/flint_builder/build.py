@@ -16,6 +16,7 @@ from flint_builder.graph import export_graph
 from flint_builder.plan import backend_version, build_plan
 from flint_builder.publish import Staging, check_output, write_synced
 from flint_builder.repack import write_weights
+from flint_builder.staged import check_opens
 from flint_builder.targets import BackendChoice, choose_backend, find_checked_library
 from flint_builder.weights import WeightFile, weight_files
 from flint_plugins.layout import LAYOUT_VERSION
@@ -182,6 +183,7 @@ def build_engine(plan: BuildPlan, progress: Callable[[int], None] = lambda count
             files=tuple(entries),
         )
         with _timed(seconds, "publish"):
+            check_opens(directory, manifest)
             staging.publish(manifest)
     return BuildReport(manifest, seconds)
 

@@ -34,8 +34,8 @@ def read_assets(directory: Path, tokenizer: Path, config: ModelConfig) -> dict[s
                 f"{tokenizer} has no tokenizer.json, which the engine needs. Pass the directory that has it with "
                 "--tokenizer."
             )
-        generation = json_object(contents.get(GENERATION, b"{}"))
         files = TokenizerFiles.parse(contents, str(tokenizer))
+        generation = json_object(contents.get(GENERATION, b"{}"))
         if generation.get("eos_token_id") is None:
             eos = _other_eos(directory, contents, files)
             if eos is not None:
