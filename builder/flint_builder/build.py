@@ -16,6 +16,7 @@ from flint_builder.graph import export_graph
 from flint_builder.plan import backend_version, build_plan
 from flint_builder.publish import Staging, check_output, write_synced
 from flint_builder.repack import write_weights
+from flint_builder.staged import check_opens
 from flint_builder.targets import BackendChoice, choose_backend, find_checked_library
 from flint_builder.weights import WeightFile, weight_files
 from flint_plugins.layout import LAYOUT_VERSION
@@ -82,8 +83,8 @@ class BuildPlan:
     @property
     def output_bytes(self) -> int:
         """Upper bound of the engine directory's size."""
-        others = [self.library, *self.checkpoint.assets.values()]
-        return self.weight_bytes + sum(path.stat().st_size for path in others) + _DISK_MARGIN_BYTES
+        assets = sum(len(content) for content in self.checkpoint.assets.values())
+        return self.weight_bytes + self.library.stat().st_size + assets + _DISK_MARGIN_BYTES
 
 
 @dataclass
@@ -150,8 +151,8 @@ def build_engine(plan: BuildPlan, progress: Callable[[int], None] = lambda count
                     _write(directory, f"graph/{phase}.onnx", graph.model.SerializeToString(deterministic=True))
                 )
         entries.append(_copy(plan.library, directory, LIBRARY_NAME))
-        for name, path in checkpoint.assets.items():
-            entries.append(_copy(path, directory, name))
+        for name, content in checkpoint.assets.items():
+            entries.append(_write(directory, name, content))
         if plan.backend != "plugin-host":
             with _timed(seconds, "plan"):
                 for phase, graph in graphs.items():
@@ -182,6 +183,7 @@ def build_engine(plan: BuildPlan, progress: Callable[[int], None] = lambda count
             files=tuple(entries),
         )
         with _timed(seconds, "publish"):
+            check_opens(directory, manifest)
             staging.publish(manifest)
     return BuildReport(manifest, seconds)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from flint_plugins.ops import MAX_LOGPROBS
-from flint_runtime.errors import EngineError, UsageError
+from flint_runtime.errors import UsageError
 from flint_runtime.executors.step import RowSampling
+from flint_runtime.small_files import json_object, shown
 
 FLINT_DEFAULTS: dict[str, float | int] = {"temperature": 1.0, "top_p": 0.95, "top_k": 20}
 """What the released model recommends; a generation_config.json overrides it."""
@@ -211,28 +210,25 @@ def _biases(bias: object) -> dict[int, float]:
     return found
 
 
-def generation_defaults(path: Path) -> tuple[dict[str, float | int], tuple[int, ...]]:
-    """Read a generation_config.json: sampling defaults, and the end-of-sequence ids.
+def generation_defaults(data: bytes) -> tuple[dict[str, float | int], tuple[int, ...]]:
+    """Sampling defaults and end-of-sequence ids of a generation_config.json.
 
-    A checkpoint with do_sample false is greedy by default. A missing file gives no defaults and no ids.
+    A checkpoint with do_sample false is greedy by default.
 
     Raises:
-        EngineError: the file is not a generation config.
+        ValueError: the file is not a generation config.
     """
+    raw = json_object(data)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    defaults = {name: raw[name] for name in names if raw.get(name) is not None}
+    if raw.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    eos = raw.get("eos_token_id")
+    ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ValueError(f"eos_token_id is {shown(eos)}, expected a token id or a list of them")
     try:
-        raw = json.loads(path.read_text("utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError(f"it holds {type(raw).__name__}, expected an object")
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        defaults = {name: raw[name] for name in names if raw.get(name) is not None}
-        if raw.get("do_sample") is False:
-            defaults["temperature"] = 0.0
         SamplingParams(**defaults)
-        eos = raw.get("eos_token_id")
-        ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        SamplingParams(stop_token_ids=ids)
-    except FileNotFoundError:
-        return {}, ()
-    except (OSError, ValueError, UsageError) as error:
-        raise EngineError(f"{path} is not a generation config: {error}") from None
+    except UsageError as error:
+        raise ValueError(str(error).rstrip(".")) from None
     return defaults, ids

@@ -14,10 +14,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer as RustTokenizer
 
 from flint_runtime.errors import EngineError, UsageError
-from flint_runtime.sampling_params import generation_defaults
+from flint_runtime.tokenizer_files import TokenizerFiles
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -32,32 +31,20 @@ class Tokenizer:
         thinking_start_id, thinking_end_id: the tokens <think> and </think>; None where the vocabulary has none.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Load tokenizer.json and, where present, tokenizer_config.json, chat_template.jinja, generation_config.json.
+    def __init__(self, files: Path | TokenizerFiles) -> None:
+        """Load the tokenizer's files.
 
+        Args:
+            files: the directory that holds tokenizer.json and, where present, tokenizer_config.json,
+                chat_template.jinja and generation_config.json; or these files, checked.
         Raises:
             EngineError: a file is missing, damaged, or of a kind that cannot be streamed.
         """
-        path = directory / "tokenizer.json"
-        try:
-            self._tokenizer = RustTokenizer.from_file(str(path))
-            decoder = json.loads(path.read_text("utf-8")).get("decoder") or {}
-            settings_path = directory / "tokenizer_config.json"
-            settings = json.loads(settings_path.read_text("utf-8")) if settings_path.exists() else {}
-            template_path = directory / "chat_template.jinja"
-            template = template_path.read_text("utf-8") if template_path.exists() else settings.get("chat_template")
-        except Exception as error:  # tokenizers raises plain Exception
-            raise EngineError(f"The tokenizer in {directory} cannot be read: {error}") from None
-        if decoder.get("type") != "ByteLevel":
-            raise EngineError(f"{path}: decoder {decoder.get('type')!r} is not supported, only 'ByteLevel'.")
-        self.defaults, self.eos_token_ids = generation_defaults(directory / "generation_config.json")
-        self._template = _compile(template, directory) if isinstance(template, str) else None
-        # What templates may print, as in transformers: every *_token of the config.
-        self._special_tokens = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in settings.items()
-            if name.endswith("_token") and isinstance(value, str | dict)
-        }
+        found = files if isinstance(files, TokenizerFiles) else TokenizerFiles.read(files)
+        self._tokenizer = found.tokenizer
+        self.defaults, self.eos_token_ids = found.defaults, found.eos_token_ids
+        self._special_tokens = found.special_tokens
+        self._template = None if found.template is None else _compile(found.template, found.source)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -181,17 +168,20 @@ class _GenerationTag(Extension):
         return Scope(body, lineno=line)
 
 
-def _compile(template: str, directory: Path) -> jinja2.Template:
+def _compile(template: str, source: str) -> jinja2.Template:
+    # Not optimised: jinja would compute constants such as 'x' * 10**12 while it compiles.
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], optimized=False
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
         return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise EngineError(f"The chat template in {directory} is not valid: {error}") from None
+    except RecursionError:
+        raise EngineError(f"The chat template in {source} is not valid: it is nested too deeply") from None
+    except Exception as error:  # jinja's own, and Python's about the code that jinja makes of the template
+        raise EngineError(f"The chat template in {source} is not valid: {error}") from None
 
 
 def _to_json(

@@ -49,7 +49,7 @@ def build_reference_engine(
     opened.check(files)
     for name in ("graph", "plans"):
         (directory / name).mkdir(parents=True)
-    written: dict[str, bytes] = {name: path.read_bytes() for name, path in opened.assets.items()}
+    written: dict[str, bytes] = dict(opened.assets)
     for phase in PHASES:
         graph = export_graph(opened.config, opened.weights, files, limits, phase)
         written[f"graph/{phase}.onnx"] = graph.model.SerializeToString()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,10 +91,9 @@ def test_row() -> None:
     assert SamplingParams(seed=-1).with_defaults({}).row(0, 0).seed == (0xFFFFFFFF, 0xFFFFFFFF)
 
 
-def test_generation_config(tmp_path: Path) -> None:
-    path = tmp_path / "generation_config.json"
-    assert generation_defaults(path) == ({}, ())
-    path.write_text(json.dumps({"temperature": 0.7, "eos_token_id": 5, "top_k": None, "other": 1}))
-    assert generation_defaults(path) == ({"temperature": 0.7}, (5,))
-    path.write_text(json.dumps({"do_sample": False, "temperature": 0.7, "eos_token_id": [5, 6]}))
-    assert generation_defaults(path) == ({"temperature": 0.0}, (5, 6))
+def test_generation_config() -> None:
+    assert generation_defaults(b"{}") == ({}, ())
+    raw = {"temperature": 0.7, "eos_token_id": 5, "top_k": None, "other": 1}
+    assert generation_defaults(json.dumps(raw).encode()) == ({"temperature": 0.7}, (5,))
+    raw = {"do_sample": False, "temperature": 0.7, "eos_token_id": [5, 6]}
+    assert generation_defaults(json.dumps(raw).encode()) == ({"temperature": 0.0}, (5, 6))

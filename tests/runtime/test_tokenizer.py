@@ -152,7 +152,7 @@ def test_without_optional_files(tmp_path: Path) -> None:
         ({"tokenizer_json": None}, "cannot be read"),
         ({"tokenizer_json": "{}"}, "cannot be read"),
         ({"chat_template_jinja": "{% if %}"}, "template .* is not valid"),
-        ({"generation_config_json": "[]"}, "not a generation config"),
+        ({"generation_config_json": "[]"}, "generation_config.json: it holds a JSON list"),
         ({"generation_config_json": json.dumps({"temperature": -1})}, "temperature"),
     ],
 )

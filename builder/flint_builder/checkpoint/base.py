@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,9 +18,8 @@ from flint_plugins import layout
 from flint_runtime.config import ModelConfig
 from flint_runtime.errors import CheckpointError, UsageError
 from flint_runtime.manifest import WeightFormat
+from flint_runtime.small_files import listed
 
-_MOST_NAMES = 10
-"""Names that one message lists."""
 _COPIED = ("BF16", "F32")
 
 
@@ -43,9 +41,10 @@ class Checkpoint(ABC):
         weights: format of the packed matrices.
         router_dtype: the routers' own type; "f32" if they differ between layers.
         source: what was opened, for people.
-        assets: tokenizer.json, and tokenizer_config.json, chat_template.jinja, generation_config.json where present.
+        assets: contents by name of tokenizer.json, and of tokenizer_config.json, chat_template.jinja and
+            generation_config.json where there are; see `assets.read_assets`.
         bytes: bytes of all tensors, which is what a repack reads.
-        tensors_without_scale: NVFP4 tensors without a tensor scale, taken as 1.0; known after `check`.
+        tensors_without_scale: NVFP4 tensors whose tensor scale is 1 because the file says so; known after `check`.
         lenient_scales: block scales decoded as ggml does though they are not E4M3; grows while blocks are read.
     """
 
@@ -55,7 +54,7 @@ class Checkpoint(ABC):
         self,
         config: ModelConfig,
         source: str,
-        assets: Mapping[str, Path],
+        assets: Mapping[str, bytes],
         tensors: Mapping[str, StoredTensor],
     ) -> None:
         self.config = config
@@ -129,7 +128,7 @@ class Checkpoint(ABC):
         missing = list(dict.fromkeys(missing))
         if missing:
             raise CheckpointError(
-                f"{self.source} lacks {_count(missing, 'tensor')} that its config asks for: {_list(missing)}. "
+                f"{self.source} lacks {count(missing, 'tensor')} that its config asks for: {listed(missing)}. "
                 "The checkpoint is incomplete, or its config.json belongs to another model."
             )
         for recipe in recipes:
@@ -137,9 +136,9 @@ class Checkpoint(ABC):
         unknown = sorted(self.tensors.keys() - used - self.companions(used))
         if unknown:
             raise CheckpointError(
-                f"{self.source} has {_count(unknown, 'tensor')} that Flint does not know: {_list(unknown)}. Every "
-                "tensor must be used, so that no part of a model is silently ignored; remove them, or pass the "
-                "config.json that belongs to this checkpoint."
+                f"{self.source} has {count(unknown, 'tensor')} that Flint does not know: {listed(unknown)}. Every "
+                "tensor must be used, so that no part of a model is silently ignored. Pass the config.json that "
+                "belongs to this checkpoint, or a checkpoint that was converted for Flint."
             )
 
     def _check_recipe(self, recipe: Recipe) -> None:
@@ -189,10 +188,6 @@ def stacked_rows(source: Source) -> tuple[int, int]:
     return prod(lead), rows
 
 
-def _count(names: Sequence[str], what: str) -> str:
+def count(names: Sequence[str], what: str) -> str:
+    """How many there are, for messages: "3 tensors"."""
     return f"{len(names)} {what}{'s' if len(names) != 1 else ''}"
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

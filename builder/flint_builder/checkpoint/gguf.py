@@ -25,6 +25,7 @@ from gguf.constants import (
 from flint_builder.checkpoint.datafile import DataFile
 from flint_builder.checkpoint.tensors import StoredTensor
 from flint_runtime.errors import CheckpointError
+from flint_runtime.small_files import LFS_HEAD_BYTES, LFS_PROBLEM, is_lfs_pointer
 
 # Far above any real file: the released one has about 50 metadata entries, 1,600 tensors and 150,000 tokens.
 _MAX_METADATA = 1 << 16
@@ -149,6 +150,8 @@ class _Parser:
     def _magic(self) -> None:
         if self._file.size < 8:
             self._fail(f"it has only {self._file.size} bytes")
+        if is_lfs_pointer(self._file.read(0, LFS_HEAD_BYTES)):
+            raise CheckpointError(f"{self._file} is no GGUF file: {LFS_PROBLEM}.")
         magic, version = struct.unpack("<II", self._take(8, "magic and version"))
         if magic != GGUF_MAGIC:
             self._fail(f"it begins with bytes {struct.pack('<I', magic).hex(' ')}, expected 'GGUF'")

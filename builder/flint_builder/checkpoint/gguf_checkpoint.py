@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from math import isclose
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from flint_builder.checkpoint import block_scales
-from flint_builder.checkpoint.base import Checkpoint, Piece, stacked_rows
+from flint_builder.checkpoint.base import Checkpoint, Piece, count, stacked_rows
 from flint_builder.checkpoint.datafile import DataFile, UInt8
-from flint_builder.checkpoint.gguf import GgufHeader, Skipped, Value, read_header
-from flint_builder.checkpoint.names import gguf_name, scale_name
-from flint_builder.checkpoint.tensors import Rows
+from flint_builder.checkpoint.gguf import read_header
+from flint_builder.checkpoint.gguf_metadata import ARCHITECTURE, UNIT_SCALES_KEY, check_metadata, says_scales_are_one
+from flint_builder.checkpoint.names import gguf_name, input_scale_name, scale_names
+from flint_builder.checkpoint.tensors import Rows, StoredTensor
 from flint_builder.weights import Source, WeightFile
 from flint_runtime.config import ModelConfig
 from flint_runtime.errors import CheckpointError
+from flint_runtime.small_files import listed
 
-_ARCHITECTURE = "flint"
-# Metadata below "<architecture>." that must agree with config.json. Context length, window and feed_forward_length are
-# left out: converters do not agree on what they count (tensor shapes tell the last).
-_KEYS = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "vocab_size": "vocab_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-_FLOAT32_TOLERANCE = 1e-6
-"""Relative; GGUF stores floats in 32 bits."""
+logger = logging.getLogger(__name__)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -52,12 +35,12 @@ class GgufCheckpoint(Checkpoint):
     weights = "nvfp4"
 
     def __init__(
-        self, path: Path, config_path: Path, config: ModelConfig, assets: Mapping[str, Path], lenient_scales: bool
+        self, path: Path, config_path: Path, config: ModelConfig, assets: Mapping[str, bytes], lenient_scales: bool
     ) -> None:
         header = read_header(DataFile(path))
-        _check_kind(header)
-        _check_agreement(header, config, config_path)
+        check_metadata(header, config, config_path)
         super().__init__(config, str(path), assets, header.tensors)
+        self._unit_scales = says_scales_are_one(header)
         self._lenient = lenient_scales
         self._lock = threading.Lock()
 
@@ -66,21 +49,45 @@ class GgufCheckpoint(Checkpoint):
         return [Piece(name, source.shape, expert * rows, rows) for expert in range(experts)]
 
     def companions(self, names: Iterable[str]) -> set[str]:
-        return {scale_name(name) for name in names if self.tensors[name].dtype == "NVFP4"}
+        packed = [name for name in names if self.tensors[name].dtype == "NVFP4"]
+        return {name for tensor in packed for name in (*scale_names(tensor), input_scale_name(tensor))}
 
     def check(self, files: Sequence[WeightFile]) -> None:
         super().check(files)
-        self.tensors_without_scale = len(self.companions(self._weights()) - self.tensors.keys())
+        packed = [name for name, tensor in self.tensors.items() if tensor.dtype == "NVFP4"]
+        without = [name for name in packed if self._scale_of(name) is None]
+        self.tensors_without_scale = len(without)
+        if without and not self._unit_scales:
+            raise CheckpointError(
+                f"{self.source} has {count(without, 'NVFP4 tensor')} without a tensor scale: {listed(without)}. "
+                f"Expected {scale_names(without[0])[0]} and the like; without its scale a tensor has other values. "
+                "Convert the checkpoint again. A converter that leaves out scales of 1 must say so: "
+                f"{ARCHITECTURE}.{UNIT_SCALES_KEY} = 1 in the metadata."
+            )
+        inputs = [name for name in map(input_scale_name, packed) if name in self.tensors]
+        if inputs:
+            logger.warning(
+                "%s has %s of activations, which are not used: Flint runs NVFP4 weights with BF16 activations (W4A16).",
+                self.source,
+                count(inputs, "scale"),
+            )
 
-    def _weights(self) -> list[str]:
-        return [name for name in self.tensors if not name.endswith(".scale")]
+    def _scale_of(self, name: str) -> StoredTensor | None:
+        """The tensor scale of the NVFP4 tensor `name`, under either of its names."""
+        found = [self.tensors[scale] for scale in scale_names(name) if scale in self.tensors]
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{self.source}: {name} has two tensor scales, {found[0].name} and {found[1].name}; which one holds is "
+                "not known. Convert the checkpoint again."
+            )
+        return found[0] if found else None
 
     def scales(self, source: Source) -> npt.NDArray[np.float32]:
-        name = scale_name(gguf_name(source.name))
         lead = source.shape[:-2]
-        tensor = self.tensors.get(name)
+        tensor = self._scale_of(gguf_name(source.name))
         if tensor is None:
             return np.ones(lead, np.float32)
+        name = tensor.name
         if tensor.dtype != "F32" or tensor.shape not in ((), (1,), lead):
             wanted = "F32, one value" + (f" or [{lead[0]}]" if lead else "")
             raise CheckpointError(
@@ -99,7 +106,7 @@ class GgufCheckpoint(Checkpoint):
         return np.broadcast_to(values.reshape(lead if tensor.shape == lead else ()), lead)
 
     def scale_bytes(self, source: Source) -> int:
-        tensor = self.tensors.get(scale_name(gguf_name(source.name)))
+        tensor = self._scale_of(gguf_name(source.name))
         return tensor.bytes if tensor else 0
 
     def normalize(self, rows: Rows, first: int, blocks: UInt8) -> None:
@@ -125,52 +132,3 @@ class GgufCheckpoint(Checkpoint):
         if self._lenient:
             return "ggml decodes 0xFF as 480, which no E4M3 scale holds; the file cannot be repacked."
         return "The file is damaged, or its converter was wrong; --lenient-scales decodes such bytes as ggml does."
-
-
-def _check_kind(header: GgufHeader) -> None:
-    """Refuse other architectures, FP4 activations, and one part of several."""
-    architecture = header.metadata.get("general.architecture", _ARCHITECTURE)
-    if architecture != _ARCHITECTURE:
-        raise CheckpointError(
-            f"{header.file}: general.architecture is {architecture!r}, expected {_ARCHITECTURE!r}. "
-            "Pass a Flint checkpoint."
-        )
-    parts = header.metadata.get("split.count", 0)
-    if isinstance(parts, int) and parts > 1:
-        raise CheckpointError(
-            f"{header.file} is one of {parts} parts (split.count); merge them into one file (llama-gguf-split --merge)."
-        )
-    marked = [key for key, value in header.metadata.items() if key.endswith("prec_a4") and _is_set(value)]
-    marked += [name for name in header.tensors if name.endswith("prec_a4")]
-    if marked:
-        raise CheckpointError(
-            f"{header.file}: {marked[0]} is set: the model expects activations in FP4, which are not supported; "
-            "Flint runs NVFP4 weights with BF16 activations. Use a file made for weight-only NVFP4 (W4A16)."
-        )
-
-
-def _is_set(value: Value) -> bool:
-    if isinstance(value, tuple):
-        return any(value)
-    return value.count > 0 if isinstance(value, Skipped) else bool(value)
-
-
-def _check_agreement(header: GgufHeader, config: ModelConfig, config_path: Path) -> None:
-    """Compare metadata and the vocabulary with config.json; absent keys are no contradiction."""
-    for key, field in _KEYS.items():
-        found, wanted = header.metadata.get(f"{_ARCHITECTURE}.{key}"), getattr(config, field)
-        if found is None or isinstance(found, tuple | Skipped):
-            continue  # absent, or one value per layer: the tensors' shapes tell
-        if isinstance(found, str) or not isclose(found, wanted, rel_tol=_FLOAT32_TOLERANCE):
-            _disagree(f"{_ARCHITECTURE}.{key} is {found!r}", header, f"{field} is {wanted}", config_path)
-    embedding = header.tensors.get("token_embd.weight")
-    if embedding and len(embedding.shape) == 2 and embedding.shape[0] != config.vocab_size:
-        theirs = f"token_embd.weight has {embedding.shape[0]} rows (vocabulary)"
-        _disagree(theirs, header, f"vocab_size is {config.vocab_size}", config_path)
-
-
-def _disagree(theirs: str, header: GgufHeader, ours: str, config_path: Path) -> None:
-    raise CheckpointError(
-        f"{theirs} in {header.file}, but {ours} in {config_path}: the two belong to different models. "
-        "Pass the directory of the BF16 checkpoint that the GGUF file was made from with --hf-config."
-    )

@@ -31,6 +31,7 @@ _LAYER = {
     "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
 }
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_SHARD = re.compile(r".*-(\d{1,9})-of-(\d{1,9})\.(?:gguf|safetensors)")
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate|up|down)_proj\.weight")
 
 
@@ -44,12 +45,23 @@ def gguf_name(name: str) -> str:
     return _GLOBAL[name]
 
 
-def scale_name(name: str) -> str:
-    """GGUF's name of the tensor scale of the NVFP4 tensor `name`: "<base>.scale"."""
-    return name.removesuffix(".weight") + ".scale"
+def scale_names(name: str) -> tuple[str, str]:
+    """GGUF's names of the tensor scale of the NVFP4 tensor `name`: "<base>.scale", or "<name>.scale"."""
+    return name.removesuffix(".weight") + ".scale", name + ".scale"
+
+
+def input_scale_name(name: str) -> str:
+    """GGUF's name of the scale of the activations that the NVFP4 tensor `name` is multiplied with."""
+    return name.removesuffix(".weight") + ".input_scale"
 
 
 def split_experts(name: str) -> tuple[str, str] | None:
     """Split "model.layers.N.mlp.experts.gate_proj.weight" into (the part up to "experts", "gate"); None for others."""
     match = _EXPERTS.fullmatch(name)
     return (match[1], match[2]) if match else None
+
+
+def shard_of(file_name: str) -> tuple[int, int] | None:
+    """Split "a-00001-of-00003.gguf" into (1, 3): which part of how many a file is by its name; None for others."""
+    match = _SHARD.fullmatch(file_name)
+    return (int(match[1]), int(match[2])) if match else None

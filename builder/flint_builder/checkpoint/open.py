@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from flint_builder.checkpoint.assets import read_assets
 from flint_builder.checkpoint.base import Checkpoint
 from flint_builder.checkpoint.gguf_checkpoint import GgufCheckpoint
 from flint_builder.checkpoint.hub import fetch_repository
 from flint_builder.checkpoint.safetensors_checkpoint import SafetensorsCheckpoint
+from flint_builder.checkpoint.shards import refuse_parts
 from flint_runtime.config import ModelConfig
 from flint_runtime.errors import CheckpointError, UsageError
 from flint_runtime.manifest import WeightFormat
@@ -17,7 +19,6 @@ from flint_runtime.manifest import WeightFormat
 WeightsChoice = Literal["auto", "nvfp4", "bf16"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_OPTIONAL_TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def open_checkpoint(
@@ -49,7 +50,7 @@ def open_checkpoint(
             "it with --hf-config."
         )
     config = ModelConfig.from_file(config_path)
-    assets = _assets(directory, _directory(tokenizer, "--tokenizer") or directory)
+    assets = read_assets(directory, _directory(tokenizer, "--tokenizer") or directory, config)
     if found == "nvfp4":
         return GgufCheckpoint(path, config_path, config, assets, lenient_scales)
     return SafetensorsCheckpoint(path, config, assets)
@@ -73,6 +74,7 @@ def _find_weights(path: Path, weights: WeightsChoice) -> tuple[Path, WeightForma
         if weights != "nvfp4" and choices["nvfp4"] is None:
             choices["bf16"] = _find_safetensors(path)
     else:
+        refuse_parts([path])
         choices = {
             "nvfp4": path if path.suffix == ".gguf" else None,
             "bf16": path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None,
@@ -101,6 +103,7 @@ def _find_safetensors(directory: Path) -> Path | None:
 
 
 def _only(files: list[Path], directory: Path) -> Path | None:
+    refuse_parts(files)
     if len(files) > 1:
         names = ", ".join(file.name for file in files[:10]) + (", …" if len(files) > 10 else "")
         raise UsageError(f"{directory} holds {len(files)} candidates: {names}. Pass the path of the one to build from.")
@@ -111,15 +114,3 @@ def _directory(path: Path | None, option: str) -> Path | None:
     if path is not None and not path.is_dir():
         raise UsageError(f"{option} {path} is not a directory.")
     return path
-
-
-def _assets(config: Path, tokenizer: Path) -> dict[str, Path]:
-    """The small files that the engine carries, by name."""
-    required = tokenizer / "tokenizer.json"
-    if not required.is_file():
-        raise CheckpointError(
-            f"{tokenizer} has no tokenizer.json, which the engine needs. Pass the directory that has it with "
-            "--tokenizer."
-        )
-    candidates = [tokenizer / name for name in _OPTIONAL_TOKENIZER_FILES] + [config / "generation_config.json"]
-    return {path.name: path for path in [required, *candidates] if path.is_file()}

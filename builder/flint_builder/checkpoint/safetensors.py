@@ -6,7 +6,6 @@ data, to which the offsets are relative; the tensors fill the data without gaps.
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, TypeGuard
 from flint_builder.checkpoint.datafile import DataFile
 from flint_builder.checkpoint.tensors import StoredTensor
 from flint_runtime.errors import CheckpointError
+from flint_runtime.small_files import LFS_HEAD_BYTES, LFS_PROBLEM, is_lfs_pointer, json_object, shown
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -34,6 +34,8 @@ def read_tensors(file: DataFile) -> dict[str, StoredTensor]:
     """
     if file.size < 8:
         _fail(file, f"it has only {file.size} bytes")
+    if is_lfs_pointer(file.read(0, LFS_HEAD_BYTES)):
+        raise CheckpointError(f"{file} is no safetensors file: {LFS_PROBLEM}.")
     length = int.from_bytes(file.read(0, 8), "little")
     if length > file.size - 8:
         _fail(file, f"its header needs {length} bytes, but the file ends at byte {file.size}")
@@ -94,19 +96,12 @@ def _object(file: DataFile, text: bytes, what: str) -> dict[str, Any]:
     if sum(text.count(mark) for mark in (b"{", b"[", b",")) > _MAX_JSON_ITEMS:
         _fail(file, f"its {what} has more than {_MAX_JSON_ITEMS} JSON items")
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return result
-
+    if is_lfs_pointer(text):
+        raise CheckpointError(f"{file} is no {what}: {LFS_PROBLEM}.")
     try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        _fail(file, f"its {what} is not valid JSON ({error or type(error).__name__})")
-    if not isinstance(content, dict):
-        _fail(file, f"its {what} is not a JSON object")
-    return content
+        return json_object(text)
+    except ValueError as error:
+        _fail(file, f"its {what} cannot be used: {error}")
 
 
 def _tensor(file: DataFile, name: str, entry: Any, start: int) -> StoredTensor:
@@ -115,11 +110,11 @@ def _tensor(file: DataFile, name: str, entry: Any, start: int) -> StoredTensor:
         _fail(file, f"the entry of tensor {name} is not a JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        _fail(file, f"tensor {name} has the unknown type {dtype!r}")
+        _fail(file, f"tensor {name} has the unknown type {shown(dtype)}")
     if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not 0 < prod(shape) < 1 << 63:
-        _fail(file, f"tensor {name} has the shape {shape!r}, which no tensor can have")
+        _fail(file, f"tensor {name} has the shape {shown(shape)}, which no tensor can have")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        _fail(file, f"tensor {name} has the data_offsets {offsets!r}, expected two byte offsets")
+        _fail(file, f"tensor {name} has the data_offsets {shown(offsets)}, expected two byte offsets")
     begin, end = offsets
     size = prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != size:

@@ -26,7 +26,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     weights = "bf16"
 
-    def __init__(self, path: Path, config: ModelConfig, assets: Mapping[str, Path]) -> None:
+    def __init__(self, path: Path, config: ModelConfig, assets: Mapping[str, bytes]) -> None:
         tensors = _with_known_names(read_index(path) if path.suffix == ".json" else read_tensors(DataFile(path)))
         super().__init__(config, str(path), assets, tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from hypothesis import strategies as st
 
 from flint_builder.checkpoint import open_checkpoint
 from flint_builder.checkpoint.datafile import DataFile
-from flint_builder.checkpoint.gguf import Skipped, read_header
+from flint_builder.checkpoint.gguf import GgufHeader, Skipped, read_header
+from flint_builder.checkpoint.gguf_metadata import check_metadata
 from flint_builder.weights import Source
+from flint_runtime.config import ModelConfig
 from flint_runtime.errors import CheckpointError
 from tests.builder.checkpoint import tiny
 from tests.builder.checkpoint.tiny import gguf_entry, gguf_head, gguf_tensor, gguf_text
@@ -79,8 +82,12 @@ def test_tokenizer_metadata_is_stepped_over(tmp_path: Path) -> None:
     assert metadata["flint.flag"] is True
 
 
-def test_c1_missing_tensor_scale_is_one(tmp_path: Path) -> None:
-    path = tiny.nvfp4(tmp_path, omit=["blk.0.attn_q.scale", "blk.2.ffn_gate_exps.scale"])
+def test_c1_missing_tensor_scale_is_one_if_the_file_says_so(tmp_path: Path) -> None:
+    omitted = ["blk.0.attn_q.scale", "blk.2.ffn_gate_exps.scale"]
+    path = tiny.nvfp4(tmp_path, omit=omitted)
+    with pytest.raises(CheckpointError, match=r"2 NVFP4 tensors without a tensor scale: blk\.0\.attn_q\.weight"):
+        tiny.opened(path)
+    path = tiny.nvfp4(tmp_path, omit=omitted, metadata={"flint.tensor_scale": 1.0})
     checkpoint, _ = tiny.opened(path)
     assert checkpoint.counts["tensors_without_scale"] == 2
     assert checkpoint.scales(Source("model.layers.0.self_attn.q_proj.weight", (128, 128))) == 1
@@ -290,8 +297,7 @@ def test_c7_array(good: Path, tmp_path: Path, values: list[bool | str], allowed:
     kind = Kind.STRING if isinstance(values[0], str) else Kind.BOOL
     items = [gguf_text(v.encode()) if isinstance(v, str) else bytes([v]) for v in values]
     entry = gguf_entry("general.tensor_extra.prec_a4", Kind.ARRAY, array(kind, len(items), b"".join(items)))
-    path = tmp_path / "flags.gguf"
-    path.write_bytes(gguf_head(0, 1, entry))
+    path = tiny.metadata_only(tmp_path / "flags.gguf", entry, 1)
     with nullcontext() if allowed else pytest.raises(CheckpointError, match="prec_a4 is set"):
         open_checkpoint(str(path), hf_config=good.parent)
 
@@ -325,16 +331,193 @@ def test_c9_vocabulary_of_the_embedding(tmp_path: Path) -> None:
         tiny.opened(path)
 
 
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    path = tiny.nvfp4(tmp_path)
-    path.write_bytes(path.read_bytes().replace(gguf_text(b"flint"), gguf_text(b"llama"), 1))
-    with pytest.raises(CheckpointError, match=r"general\.architecture is 'llama', expected 'flint'"):
+def renamed_scales(directory: Path, old: str, new: str) -> Path:
+    """A checkpoint whose tensor scales of names that end with `old` end with `new`."""
+    scales = {
+        name.removesuffix("weight") + "scale": value.scale
+        for name, value in tiny.nvfp4_values().items()
+        if hasattr(value, "scale") and (name.removesuffix("weight") + "scale").endswith(old)
+    }
+    extra = {name.removesuffix(old) + new: value for name, value in scales.items()}
+    return tiny.nvfp4(directory, omit=list(scales), extra=extra)
+
+
+def test_tensor_scales_of_both_names_are_the_same(good: Path, tmp_path: Path) -> None:
+    checkpoint, files = tiny.opened(renamed_scales(tmp_path, ".scale", ".weight.scale"))
+    expected, _ = tiny.opened(good)
+    assert checkpoint.counts["tensors_without_scale"] == 0
+    sources = [s for file in files for recipe in file.recipes if "pack" in recipe.kind for s in recipe.sources]
+    assert len(sources) > 20
+    for source in sources:
+        assert np.array_equal(checkpoint.scales(source), expected.scales(source))
+        assert checkpoint.scale_bytes(source) == expected.scale_bytes(source)
+
+
+def test_a_tensor_with_two_scales_is_refused(tmp_path: Path) -> None:
+    path = tiny.nvfp4(tmp_path, extra={"blk.0.attn_q.weight.scale": np.ones(1, np.float32)})
+    with pytest.raises(
+        CheckpointError, match=r"two tensor scales, blk\.0\.attn_q\.scale and blk\.0\.attn_q\.weight\.sc"
+    ):
         tiny.opened(path)
 
 
-def test_a_part_of_several_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="one of 3 parts"):
-        tiny.opened(tiny.nvfp4(tmp_path, metadata={"split.count": 3}))
+def test_scales_of_activations_are_said_to_be_unused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    inputs = {f"blk.0.attn_{x}.input_scale": np.ones(1, np.float32) for x in "qkv"}
+    checkpoint, _ = tiny.opened(tiny.nvfp4(tmp_path, extra=inputs))
+    (record,) = caplog.records
+    assert "3 scales of activations, which are not used" in record.getMessage()
+    assert checkpoint.counts["tensors_without_scale"] == 0
+    for stray in ("token_embd.input_scale", "blk.9.attn_q.input_scale"):
+        with pytest.raises(CheckpointError, match=f"1 tensor that Flint does not know: {stray}"):
+            tiny.opened(tiny.nvfp4(tmp_path, extra={stray: np.ones(1, np.float32)}))
+
+
+def test_no_message_advises_to_remove_data(tmp_path: Path) -> None:
+    for options in ({"extra": {"surprise": np.ones(1, np.float32)}}, {"omit": ["blk.0.attn_q.scale"]}):
+        with pytest.raises(CheckpointError) as error:
+            tiny.opened(tiny.nvfp4(tmp_path, **options))
+        assert not re.search("remove|delete|drop", str(error.value))
+
+
+# ------------------------------------------------------------------------------------------------------------ metadata
+
+
+def metadata_message(good: Path, directory: Path, **metadata: object) -> str | None:
+    """The error of a file with these keys (with "__" for dots) beside the usual ones; None where it is accepted."""
+    header = read_header(DataFile(good))
+    found = {**header.metadata, **{name.replace("__", "."): value for name, value in metadata.items()}}
+    header = GgufHeader(header.file, found, header.tensors)  # type: ignore[arg-type]
+    try:
+        check_metadata(header, ModelConfig.from_hf(tiny.CONFIG, "c"), directory / "config.json")
+    except CheckpointError as error:
+        assert str(good) in str(error) and "\n" not in str(error)
+        return str(error)
+    return None
+
+
+SLIDING = (False, False, True, False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("flint__attention__sliding_window", 15),
+        ("flint__attention__sliding_window_pattern", SLIDING),
+        ("flint__attention__rope_pattern", SLIDING),
+        ("flint__rope__pattern", SLIDING),
+        ("flint__attention__head_count_kv", (1, 1, 1, 1)),
+        ("flint__feed_forward_length", (192, 192, 64, 64)),
+        ("flint__context_length", 4096),
+        ("flint__expert_shared_count", 2),
+        ("flint__expert_weights_scale", 1.0),
+        ("flint__rope__scaling__type", "none"),
+        ("flint__rope__freq_base_swa", 10000.0),
+        ("flint__final_logit_softcapping", 0.0),
+        ("flint__nextn_predict_layers", 0),
+        ("general__type", "model"),
+        ("general__sampling__temp", 0.7),
+        ("general__base_model__0__name", "x"),
+        ("general__tensor_extra__name", ("a", "b")),
+        ("tokenizer__ggml__tokens", Skipped(768)),
+        ("tokenizer__chat_template", Skipped(1)),
+        ("quantize__imatrix__file", "x"),
+        ("split__count", 1),
+    ],
+)
+def test_metadata_that_agrees_is_silent(
+    good: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, value: object
+) -> None:
+    assert metadata_message(good, tmp_path, **{key: value}) is None and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("expert_gating_func", 1, "support only 2"),
+        ("expert_gating_func", 0, "support only 2"),
+        ("expert_weights_norm", False, "support only True"),
+        ("expert_weights_scale", 2.5, "support only 1.0"),
+        ("expert_weights_scale", float("nan"), "support only 1.0"),
+        ("expert_group_count", 8, "support only 0 or 1"),
+        ("rope__scaling__type", "yarn", "support only 'none'"),
+        ("rope__scaling__factor", 4.0, "support only 1.0"),
+        ("rope__scaling__original_context_length", 4096, "no such thing"),
+        ("rope__scaling__new_kind", 1, "no such thing"),
+        ("rope__dimension_count", 32, "head_dim is 64"),
+        ("rope__dimension_sections", (8, 8, 8, 8), "no such thing"),
+        ("rope__freq_base_swa", 5e5, "rope_theta is 10000"),
+        ("attention__sliding_window", 32, "16 or 15 follows"),
+        ("attention__sliding_window_pattern", (False, True, True, False), "follows from the layers"),
+        ("attention__sliding_window_pattern", 4, "follows from the layers"),
+        ("attention__rope_pattern", (True,) * 4, "follows from the layers"),
+        ("attention__scale", 1.0, "0.125 follows"),
+        ("attention__head_count_kv", (1, 1, 2, 1), "num_key_value_heads is 1"),
+        ("attention__head_count", "2", "num_attention_heads is 2"),
+        ("attention__clamp_kqv", 8.0, "support only 0.0"),
+        ("attention__causal", False, "support only True"),
+        ("attention__q_lora_rank", 8, "no such thing"),
+        ("leading_dense_block_count", 1, "2 follows"),
+        ("expert_shared_count", 3, "1 or 2.0 follows"),
+        ("nextn_predict_layers", 1, "support only 0"),
+        ("final_logit_softcapping", 30.0, "support only 0.0"),
+        ("ssm__state_size", 8, "no such thing"),
+        ("tensor_scale", 2.0, "support only 1.0"),
+        ("block_count", Skipped(70000), "array or text of 70000"),
+    ],
+)
+def test_metadata_that_changes_the_arithmetic_is_refused(
+    good: Path, tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    found = metadata_message(good, tmp_path, **{f"flint__{key}": value})
+    assert found is not None and f"flint.{key.replace('__', '.')}" in found and message in found
+
+
+def test_every_key_of_gguf_py_is_read_checked_or_refused(
+    good: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a value that no model has."""
+    keys = [
+        v for group in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope, gguf.Keys.SSM) for v in vars(group).values()
+    ]
+    names = [key.removeprefix("{arch}.") for key in keys if isinstance(key, str) and key.startswith("{arch}.")]
+    accepted = [n for n in names if metadata_message(good, tmp_path, **{"flint." + n: 12345.5}) is None]
+    assert len(names) > 90 and set(accepted) == {"context_length", "feed_forward_length"} and not caplog.records
+
+
+def test_unknown_metadata_is_named_once(good: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert metadata_message(good, tmp_path, flint__new_key=1, other__key=2, general__news=3) is None
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert str(good) in text and "3 metadata keys" in text
+    assert all(key in text for key in ("'flint.new_key'", "'other.key'", "'general.news'"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general__type", "adapter", "support only 'model'"),
+        ("general__quantization_version", 3, "support only 2"),
+        ("general__tensor_extra__scale", (1.0,), "no such thing"),
+        ("general__architecture", "llama", r"general.architecture is 'llama', expected 'flint'"),
+        ("split__count", 3, "one of 3 parts"),
+    ],
+)
+def test_files_of_another_kind(good: Path, tmp_path: Path, key: str, value: object, message: str) -> None:
+    assert message in (metadata_message(good, tmp_path, **{key: value}) or "")
+
+
+def test_a_file_without_architecture_is_refused(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "no.gguf"
+    path.write_bytes(gguf_head(0, 0))
+    with pytest.raises(CheckpointError, match=r"general\.architecture is missing, expected 'flint'"):
+        open_checkpoint(str(path), hf_config=good.parent)
+
+
+def test_git_lfs_pointer_is_named(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "flint.gguf"
+    path.write_bytes(tiny.LFS_POINTER)
+    with pytest.raises(CheckpointError, match=r"flint\.gguf .*Git LFS pointer.*git lfs pull"):
+        open_checkpoint(str(path), hf_config=good.parent)
 
 
 MUTATION = st.tuples(st.integers(0, 1 << 20), st.integers(0, 255))

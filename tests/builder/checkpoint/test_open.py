@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,53 @@ def test_two_safetensors_without_index_are_listed(tmp_path: Path) -> None:
         open_checkpoint(str(directory))
 
 
+@pytest.mark.parametrize("name", ["flint-00001-of-00002.gguf", "flint-00002-of-00002.gguf"])
+def test_part_of_a_gguf_file_must_be_merged(tmp_path: Path, name: str) -> None:
+    path = tiny.nvfp4(tmp_path).rename(tmp_path / name)
+    for spec in (path, tmp_path):
+        with pytest.raises(CheckpointError, match=r"part \d of 2 by its name.*merge the parts"):
+            open_checkpoint(str(spec))
+    path.rename(tmp_path / "flint-00001-of-00001.gguf")
+    assert open_checkpoint(str(tmp_path)).weights == "nvfp4"
+
+
+def test_several_parts_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tiny.nvfp4(tmp_path)
+    for part in (1, 2, 3):
+        (tmp_path / f"a-{part:05}-of-00003.gguf").write_bytes(b"")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="part 1 of 3"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_missing_index_is_named(tmp_path: Path) -> None:
+    directory = tiny.bf16(tmp_path, max_shard_bytes=300_000)
+    shard = sorted(directory.glob("*.safetensors"))[0]
+    with pytest.raises(CheckpointError, match=r"part 1 of \d+ by its name. Pass its directory, or .*index\.json"):
+        open_checkpoint(str(shard))
+    (directory / "model.safetensors.index.json").unlink()
+    for spec in (directory, shard):
+        with pytest.raises(
+            CheckpointError, match=r"of \d+ parts .*no index that names them \(model\.safetensors\.index"
+        ):
+            open_checkpoint(str(spec))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", *SIDE_FILES[1:]])
+def test_git_lfs_pointers_are_named(tmp_path: Path, name: str) -> None:
+    directory = tiny.bf16(tmp_path)
+    (directory / name).write_bytes(tiny.LFS_POINTER)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}.*Git LFS pointer"):
+        open_checkpoint(str(directory))
+
+
+def test_git_lfs_pointer_in_the_place_of_an_index(tmp_path: Path) -> None:
+    directory = tiny.bf16(tmp_path, max_shard_bytes=300_000)
+    (directory / "model.safetensors.index.json").write_bytes(tiny.LFS_POINTER)
+    with pytest.raises(CheckpointError, match="is no index: it is a Git LFS pointer"):
+        open_checkpoint(str(directory))
+
+
 def test_config_and_tokenizer_from_elsewhere(tmp_path: Path) -> None:
     path = tiny.nvfp4(tmp_path / "gguf")
     for side in ("config", "tokenizer"):
@@ -83,14 +131,15 @@ def test_config_and_tokenizer_from_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json.*--tokenizer"):
         open_checkpoint(str(path), hf_config=tmp_path / "config")
     checkpoint = open_checkpoint(str(path), hf_config=tmp_path / "config", tokenizer=tmp_path / "tokenizer")
-    assert checkpoint.assets["tokenizer.json"] == tmp_path / "tokenizer" / "tokenizer.json"
-    assert checkpoint.assets["generation_config.json"] == tmp_path / "config" / "generation_config.json"
+    for side, name in (("tokenizer", "tokenizer.json"), ("config", "generation_config.json")):
+        assert checkpoint.assets[name] == (tmp_path / side / name).read_bytes()
 
 
 def test_optional_assets_may_be_absent(tmp_path: Path) -> None:
     path = tiny.nvfp4(tmp_path)
     for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         (tmp_path / name).unlink()
+    tiny.edit_config(tmp_path, eos_token_id=None)
     assert set(open_checkpoint(str(path)).assets) == {"tokenizer.json"}
 
 

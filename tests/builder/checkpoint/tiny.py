@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ CONFIG = flint_config(
 )
 """Layers 0 and 1 are dense, 2 and 3 have experts; layer 2 slides. The vocabulary holds flint-nano's tokenizer."""
 MAX_CONTEXT = 48
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 22900000000\n"
 GATE = "model.layers.2.mlp.experts.gate_proj.weight"
 
 
@@ -58,6 +60,11 @@ def weights(seed: int = 0) -> Arrays:
 
 def nvfp4_values(seed: int = 0) -> dict[str, Any]:
     """Quantised weights by GGUF name."""
+    return dict(_quantized(seed))
+
+
+@cache
+def _quantized(seed: int) -> dict[str, Any]:
     return quantize_checkpoint(CONFIG, {name: value.astype(np.float32) for name, value in weights(seed).items()})
 
 
@@ -91,6 +98,13 @@ def edit_config(directory: Path, **values: Any) -> None:
     """Change values of a config.json."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def metadata_only(path: Path, entries: bytes, count: int) -> Path:
+    """Write a GGUF file of the architecture "flint" without tensors, with `count` further metadata entries."""
+    architecture = gguf_entry("general.architecture", gguf.GGUFValueType.STRING, gguf_text(b"flint"))
+    path.write_bytes(gguf_head(0, count + 1, architecture + entries))
+    return path
 
 
 def patch_tensor(path: Path, name: str, edit: Callable[[npt.NDArray[np.uint8]], None]) -> None:
