@@ -29,7 +29,7 @@ from flint_runtime.console import err, print_json
 from flint_runtime.errors import FOREIGN_ERRORS, FlintError, UsageError, foreign_error
 
 # typer brings its own copy of click, or needs click, depending on its version.
-(_ClickUsageError,) = typer.BadParameter.__bases__
+_ClickUsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class Terminated(BaseException):

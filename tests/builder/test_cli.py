@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from flint_builder.cli import app
 from flint_runtime.engine import Engine
+from tests.command_lines import Ended, invoke
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+def run(*arguments: str | Path, encoding: str = "utf-8") -> Ended:
+    return invoke(app, "build-engine", *arguments, encoding=encoding)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def build_arguments(random_nano: Path, tmp_path: Path) -> list[str | Path]:
 
 def test_builds_and_says_so(build_arguments: list[str | Path], tmp_path: Path) -> None:
     result = run(*build_arguments)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, result.stderr
     assert f"Built {tmp_path / 'e'}" in result.stdout
     assert "run-engine generate" in result.stdout
     assert "weights:" in result.stderr
@@ -41,7 +41,7 @@ def test_json_report_is_all_of_stdout(build_arguments: list[str | Path], tmp_pat
 
 def test_dry_run_writes_nothing(build_arguments: list[str | Path], tmp_path: Path) -> None:
     result = run(*build_arguments, "--dry-run")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, result.stderr
     assert "Would build" in result.stdout and "RTX 5090" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -70,7 +70,7 @@ def test_dry_run_report(build_arguments: list[str | Path]) -> None:
 )
 def test_errors(build_arguments: list[str | Path], changes: list[str], code: int, message: str, tmp_path: Path) -> None:
     result = run(*build_arguments, *changes)
-    assert result.exit_code == code, result.output
+    assert result.exit_code == code, result.stderr
     assert message in result.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -1,10 +1,15 @@
-"""Finding a checkpoint's files and opening it."""
+"""Finding a checkpoint's files and opening it.
+
+What cannot be read is never taken for missing: then a file that nobody may read would be passed over in silence.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from flint_builder.checkpoint.base import Checkpoint
 from flint_builder.checkpoint.gguf_checkpoint import GgufCheckpoint
@@ -18,6 +23,8 @@ WeightsChoice = Literal["auto", "nvfp4", "bf16"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OPTIONAL_TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja")
+_SHARD = re.compile(r"(.+)-\d{5}-of-(?!00001)(\d{5})\.(gguf|safetensors)")
+"""The name of one file of a checkpoint in several, as every writer makes it."""
 
 
 def open_checkpoint(
@@ -39,11 +46,12 @@ def open_checkpoint(
     Raises:
         UsageError: the arguments leave open, or contradict, what to read.
         CheckpointError: the checkpoint is incomplete, damaged, contradictory or of an unsupported kind.
+        OSError: a file or directory cannot be read.
     """
     path, found = _find_weights(_local_path(spec, weights), weights)
     directory = _directory(hf_config, "--hf-config") or path.parent
     config_path = directory / "config.json"
-    if not config_path.is_file():
+    if not _is_file(config_path):
         raise CheckpointError(
             f"{directory} has no config.json, which {path} needs. Pass the directory of the BF16 checkpoint that has "
             "it with --hf-config."
@@ -57,8 +65,10 @@ def open_checkpoint(
 
 def _local_path(spec: str, weights: WeightsChoice) -> Path:
     path = Path(spec)
-    if path.exists():
+    if _mode(path):
         return path
+    if path.is_symlink():
+        raise UsageError(f"{spec} leads to {os.readlink(path)}, which does not exist; correct the link.")
     if _REPOSITORY.fullmatch(spec) and not spec.endswith((".gguf", ".safetensors")):
         return fetch_repository(spec, weights)
     raise UsageError(f"{spec} does not exist; pass a .gguf or .safetensors file, a directory, or a repo id org/name.")
@@ -66,28 +76,33 @@ def _local_path(spec: str, weights: WeightsChoice) -> Path:
 
 def _find_weights(path: Path, weights: WeightsChoice) -> tuple[Path, WeightFormat]:
     """The GGUF or safetensors file, or the index of several, and its format."""
-    if path.is_dir():
-        choices: dict[WeightFormat, Path | None] = {"nvfp4": None, "bf16": None}
+    choices: dict[WeightFormat, Path | None] = {"nvfp4": None, "bf16": None}
+    if _is_directory(path):
+        files = sorted(path / name for name in os.listdir(path) if not name.startswith("."))
+        ggufs = [file for file in files if file.name.endswith(".gguf")]
+        safetensors = [file for file in files if file.name.endswith((".safetensors", ".safetensors.index.json"))]
         if weights != "bf16":
-            choices["nvfp4"] = _only(sorted(path.glob("*.gguf")), path)
+            choices["nvfp4"] = _only(ggufs, path)
         if weights != "nvfp4" and choices["nvfp4"] is None:
-            choices["bf16"] = _find_safetensors(path)
+            choices["bf16"] = _find_safetensors(safetensors, path)
+        has = {"nvfp4": bool(ggufs), "bf16": bool(safetensors)}
     else:
-        choices = {
-            "nvfp4": path if path.suffix == ".gguf" else None,
-            "bf16": path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None,
-        }
+        choices["nvfp4"] = path if path.name.endswith(".gguf") else None
+        choices["bf16"] = path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None
         if not any(choices.values()):
             raise UsageError(f"{path} is neither a .gguf nor a .safetensors file; pass one of these, or a directory.")
+        if _SHARD.fullmatch(path.name):
+            _refuse_shards([path])
+        has = {kind: file is not None for kind, file in choices.items()}
     for kind, file in choices.items():
         if file is not None and weights in ("auto", kind):
             return file, kind
-    if weights == "nvfp4" and (path.is_file() or any(path.glob("*.safetensors"))):
+    if weights == "nvfp4" and has["bf16"]:
         raise UsageError(
             f"{path} holds BF16 weights only, and --weights nvfp4 was asked for. Flint does not convert BF16 to NVFP4; "
             "pass the released NVFP4 GGUF file, or --weights bf16."
         )
-    if weights == "bf16" and (path.is_file() or any(path.glob("*.gguf"))):
+    if weights == "bf16" and has["nvfp4"]:
         raise UsageError(
             f"{path} holds NVFP4 weights only (GGUF), and --weights bf16 was asked for. Pass the directory of the BF16 "
             "checkpoint, or --weights nvfp4."
@@ -95,31 +110,72 @@ def _find_weights(path: Path, weights: WeightsChoice) -> tuple[Path, WeightForma
     raise CheckpointError(f"{path} holds no weights: expected one .gguf file or model*.safetensors.")
 
 
-def _find_safetensors(directory: Path) -> Path | None:
-    index = _only(sorted(directory.glob("*.safetensors.index.json")), directory)
-    return index or _only(sorted(directory.glob("*.safetensors")), directory)
+def _find_safetensors(files: list[Path], directory: Path) -> Path | None:
+    index = _only([file for file in files if file.suffix == ".json"], directory)
+    return index or _only([file for file in files if file.suffix != ".json"], directory)
 
 
 def _only(files: list[Path], directory: Path) -> Path | None:
     if len(files) > 1:
+        shards = [file for file in files if _SHARD.fullmatch(file.name)]
+        if shards == files:
+            _refuse_shards(shards)
         names = ", ".join(file.name for file in files[:10]) + (", …" if len(files) > 10 else "")
         raise UsageError(f"{directory} holds {len(files)} candidates: {names}. Pass the path of the one to build from.")
+    if files and _SHARD.fullmatch(files[0].name):
+        _refuse_shards(files)
     return files[0] if files else None
 
 
+def _refuse_shards(shards: list[Path]) -> NoReturn:
+    """Say what it takes to read a checkpoint in several files, which are known by their names."""
+    path = shards[0]
+    found = _SHARD.fullmatch(path.name)
+    assert found
+    name, count, kind = found.groups()
+    what = f"{path} is one of {int(count)} files of a checkpoint"
+    if kind == "gguf":
+        raise CheckpointError(
+            f"{what}, and only whole GGUF files are read. Merge them into one (llama-gguf-split --merge) and pass that."
+        )
+    index = path.with_name(f"{name}.safetensors.index.json")
+    if _is_file(index):
+        raise UsageError(f"{what}. Pass {index}, which ties them together, or its directory.")
+    raise CheckpointError(
+        f"{what}, of which {len(shards)} {'were' if len(shards) > 1 else 'was'} found, but the index that ties them "
+        f"together, {index.name}, is missing. Download it into {path.parent}."
+    )
+
+
 def _directory(path: Path | None, option: str) -> Path | None:
-    if path is not None and not path.is_dir():
-        raise UsageError(f"{option} {path} is not a directory.")
+    if path is not None and not _is_directory(path):
+        raise UsageError(f"{option} {path} {'is not a directory' if _mode(path) else 'does not exist'}.")
     return path
+
+
+def _mode(path: Path) -> int:
+    """Kind and permissions of what a path leads to; 0 where there is nothing. Raises OSError where nobody can tell."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _is_file(path: Path) -> bool:
+    return stat.S_ISREG(_mode(path))
+
+
+def _is_directory(path: Path) -> bool:
+    return stat.S_ISDIR(_mode(path))
 
 
 def _assets(config: Path, tokenizer: Path) -> dict[str, Path]:
     """The small files that the engine carries, by name."""
     required = tokenizer / "tokenizer.json"
-    if not required.is_file():
+    if not _is_file(required):
         raise CheckpointError(
             f"{tokenizer} has no tokenizer.json, which the engine needs. Pass the directory that has it with "
             "--tokenizer."
         )
     candidates = [tokenizer / name for name in _OPTIONAL_TOKENIZER_FILES] + [config / "generation_config.json"]
-    return {path.name: path for path in [required, *candidates] if path.is_file()}
+    return {path.name: path for path in [required, *candidates] if _is_file(path)}
