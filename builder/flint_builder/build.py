@@ -232,9 +232,11 @@ def _check_host(plan: BuildPlan) -> None:
     """Raise ResourceError before the first byte where disk or host memory cannot suffice."""
     folder = existing_folder(check_output(plan.options.output, plan.options.force))
     free = shutil.disk_usage(folder).free
-    if plan.output_bytes > free:
+    with _reading(plan.options.checkpoint):
+        output_bytes = plan.output_bytes
+    if output_bytes > free:
         raise ResourceError(
-            f"The engine needs {format_bytes(plan.output_bytes)} of disk at {folder}, {format_bytes(free)} are free. "
+            f"The engine needs {format_bytes(output_bytes)} of disk at {folder}, {format_bytes(free)} are free. "
             "Free some space, or choose another output directory."
         )
     largest = max(sum(tensor.bytes for tensor in file.tensors) for file in plan.files)
@@ -264,9 +266,8 @@ def available_memory_bytes() -> int:
 
 def _writing(output: Path) -> AbstractContextManager[None]:
     """What the world does to files that are written, as errors of ours."""
-    return foreign_errors(
-        f"{output} cannot be written, and nothing was left there", UsageError, "Choose another directory."
-    )
+    problem = f"{output} cannot be written (nothing was left there)"
+    return foreign_errors(problem, UsageError, "Choose another directory.")
 
 
 def _reading(checkpoint: str | Path) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
@@ -76,18 +77,19 @@ def _check_place(output: Path) -> None:
             f"{output} cannot be written: {folder} is read-only, or not yours to write. Choose another directory."
         )
     longest = os.pathconf(folder, "PC_NAME_MAX")
-    for name in (*output.parent.relative_to(folder).parts, aside_directory(output).name):
-        length = len(os.fsencode(name))
-        if length > longest:
+    ours = len(aside_directory(output).name) - len(output.name)  # what a build adds to the name
+    for path, most in [(output, longest - ours), *((parent, longest) for parent in output.parents)]:
+        length = len(os.fsencode(path.name))
+        if length > most:
             raise UsageError(
-                f"{output} cannot be written: the name {name} has {length} bytes, at most {longest} are possible "
+                f"{output} cannot be written: the name {path.name} has {length} bytes, at most {most} are possible "
                 "there. Choose a shorter name."
             )
 
 
 def _check_replaceable(output: Path) -> None:
     """Raise UsageError unless what stands at `output` is an engine directory and nothing else."""
-    if os.path.ismount(output):
+    if _is_mount_point(output):
         raise UsageError(
             f"{output} is a mount point, and no directory can take its place. Choose a directory below it."
         )
@@ -102,6 +104,18 @@ def _check_replaceable(output: Path) -> None:
             f"{output} is an engine, but holds more than its {MANIFEST_NAME} names: {', '.join(found[:_MOST_NAMES])}"
             f"{more}. Nothing of it was deleted. Move that elsewhere, or choose another directory."
         )
+
+
+def _is_mount_point(path: Path) -> bool:
+    if os.path.ismount(path):
+        return True
+    # A folder that is bound to another of the same file system looks like any other.
+    with suppress(OSError), open("/proc/self/mountinfo", "rb") as file:
+        for line in file:
+            name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), line.split()[4])
+            if name == os.fsencode(path):
+                return True
+    return False
 
 
 def strays(directory: Path) -> list[str] | None:

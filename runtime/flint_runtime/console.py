@@ -81,10 +81,10 @@ class CountProgress:
             err.print(f"{self._label}: {share}")
 
     def close(self) -> None:
-        """End the bar, or print the last plain line."""
+        """End the bar, or print the last plain line unless nothing was done."""
         if self._bar:
             self._bar.stop()
-        else:
+        elif self._done:
             seconds = time.monotonic() - self._started
             err.print(f"{self._label}: {self._shown(self._done)} in {seconds:.1f} s")
 

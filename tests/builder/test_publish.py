@@ -404,9 +404,9 @@ def below_a_file(path: Path) -> Path:
 PLACES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "staging name": (lambda path: path / "engine.building", "Choose another name"),
     "hidden staging name": (lambda path: path / ".engine.building", "Choose another name"),
-    "long name": (lambda path: path.parent / ("x" * 300), "has 3.. bytes"),
-    "long name in a new folder": (lambda path: path / "new" / ("x" * 300), "has 3.. bytes"),
-    "name that leaves no room for ours": (lambda path: path / ("ä" * 120), "has 259 bytes"),
+    "long name": (lambda path: path.parent / ("x" * 300), "has 300 bytes, at most 2.."),
+    "long name in a new folder": (lambda path: path / "new" / ("x" * 300), "has 300 bytes"),
+    "name that leaves no room for ours": (lambda path: path / ("ä" * 120), "has 240 bytes, at most 236"),
     "long folder": (lambda path: path / ("x" * 300) / "engine", r"File name too long|has 300 bytes"),
     "long path": (lambda path: Path(str(path) + "/x" * 4000), "File name too long"),
     "below a file": (below_a_file, "not a directory|Not a directory"),
@@ -428,6 +428,23 @@ def test_places_that_cannot_be_written_are_refused_at_once(tmp_path: Path, kind:
         published(output, "x")
     if output.parent != Path("/proc") and output != Path("/proc") and output != Path("/"):
         assert [p.name for p in tmp_path.iterdir()] in ([], ["place"])
+
+
+def test_bind_mount_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes a space as \\040."""
+    output = tmp_path / "an engine"
+    published(output, "first")
+    mounts = f"36 35 98:0 / {str(output).replace(' ', chr(92) + '040')} rw - ext4 /dev/root rw\n"
+    (tmp_path / "mountinfo").write_text(mounts)
+    real = open
+    monkeypatch.setattr(
+        output_module,
+        "open",
+        lambda path, mode: real(tmp_path / "mountinfo" if path == "/proc/self/mountinfo" else path, mode),
+        raising=False,
+    )
+    with pytest.raises(UsageError, match="is a mount point"):
+        check_output(output, True)
 
 
 def test_output_with_a_name_that_is_not_utf8(tmp_path: Path) -> None:
