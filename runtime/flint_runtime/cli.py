@@ -216,7 +216,7 @@ def _lines() -> Iterator[bytes]:
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     with suppress(EOFError):
         while True:
-            yield input("> ").encode(sys.stdin.encoding, "surrogateescape")
+            yield input("> ").encode("utf-8", "surrogateescape")
 
 
 def _standard_input() -> BinaryIO:

@@ -69,7 +69,7 @@ def test_dry_run_report(build_arguments: list[str | Path]) -> None:
         (["--target", "sm75"], 4, "not for sm75"),
         (["--max-batch", "0"], 2, "--max-batch 0 is out of range"),
         (["--max-context", "999999"], 2, "--max-context 999999"),
-        (["--hf-config", "/nowhere"], 2, "/nowhere is not a directory"),
+        (["--hf-config", "/nowhere"], 2, "--hf-config /nowhere does not exist"),
         (["--weights", "fp8"], 2, "Invalid value"),
         (["--backend", "tensorrt"], 4, "pip install 'flint-tensorrt[tensorrt]'"),
     ],
@@ -131,11 +131,10 @@ def strange_outputs(tmp_path: Path) -> dict[str, Path]:
         "working name": tmp_path / "e.building",
         "loop": tmp_path / "loop",
         "taken": tmp_path / "taken",
-        "below /proc": Path("/proc/e"),
     }
 
 
-@pytest.mark.parametrize("kind", ["too long", "below a file", "a file", "working name", "loop", "taken", "below /proc"])
+@pytest.mark.parametrize("kind", ["too long", "below a file", "a file", "working name", "loop", "taken"])
 def test_outputs_that_cannot_be(random_nano: Path, tmp_path: Path, kind: str) -> None:
     output = strange_outputs(tmp_path)[kind]
     before = sorted(tmp_path.rglob("*"))
