@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flint_builder.checkpoint import Checkpoint, WeightsChoice, open_checkpoint
 from flint_builder.graph import export_graph
+from flint_builder.output import check_output, existing_folder
 from flint_builder.plan import backend_version, build_plan
-from flint_builder.publish import Staging, check_output, write_synced
+from flint_builder.publish import Staging, write_synced
 from flint_builder.repack import write_weights
 from flint_builder.staged import check_opens
 from flint_builder.targets import BackendChoice, choose_backend, find_checked_library
@@ -23,7 +24,7 @@ from flint_plugins.layout import LAYOUT_VERSION
 from flint_plugins.library import package_version
 from flint_runtime.config import ModelConfig
 from flint_runtime.console import format_bytes
-from flint_runtime.errors import ResourceError, UsageError
+from flint_runtime.errors import CheckpointError, ResourceError, UsageError, foreign_errors, printable
 from flint_runtime.manifest import (
     FORMAT_VERSION,
     LIBRARY_NAME,
@@ -103,16 +104,17 @@ def plan_build(options: BuildOptions) -> BuildPlan:
         UsageError, CheckpointError, UnsupportedError: see their exit codes.
         ResourceError: no known GPU of a target can hold the engine.
     """
-    check_output(options.output.absolute(), options.force)
+    check_output(options.output, options.force)
     backend = choose_backend(options.backend, options.targets)
     library = find_checked_library(options.targets)
-    checkpoint = open_checkpoint(
-        options.checkpoint,
-        weights=options.weights,
-        hf_config=options.hf_config,
-        tokenizer=options.tokenizer,
-        lenient_scales=options.lenient_scales,
-    )
+    with _reading(options.checkpoint):
+        checkpoint = open_checkpoint(
+            options.checkpoint,
+            weights=options.weights,
+            hf_config=options.hf_config,
+            tokenizer=options.tokenizer,
+            lenient_scales=options.lenient_scales,
+        )
     limits = _limits(options, checkpoint.config)
     files = weight_files(checkpoint.config, checkpoint.weights, checkpoint.router_dtype, limits.max_context)
     checkpoint.check(files)
@@ -136,9 +138,10 @@ def build_engine(plan: BuildPlan, progress: Callable[[int], None] = lambda count
         UsageError: the output exists or is being written.
     """
     options, checkpoint = plan.options, plan.checkpoint
-    _check_host(plan)
+    with _writing(options.output):
+        _check_host(plan)
     seconds: dict[str, float] = {}
-    with _disk_errors(options.output), Staging(options.output, options.force) as staging:
+    with _writing(options.output), Staging(options.output, options.force) as staging:
         directory = staging.directory
         entries: list[FileEntry] = []
         with _timed(seconds, "graph"):
@@ -179,7 +182,7 @@ def build_engine(plan: BuildPlan, progress: Callable[[int], None] = lambda count
             backend_version="" if plan.backend == "plugin-host" else backend_version(plan.backend),
             plugins_version=package_version(),
             limits=plan.limits,
-            notes={"source": checkpoint.source, **checkpoint.counts},
+            notes={"source": printable(checkpoint.source), **checkpoint.counts},
             files=tuple(entries),
         )
         with _timed(seconds, "publish"):
@@ -229,14 +232,21 @@ def _check_fits(memory: MemoryPlan, target: str) -> None:
 
 def _check_host(plan: BuildPlan) -> None:
     """Raise ResourceError before the first byte where disk or host memory cannot suffice."""
-    folder = plan.options.output.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing_folder(check_output(plan.options.output, plan.options.force))
     free = shutil.disk_usage(folder).free
-    if plan.output_bytes > free:
+    with _reading(plan.options.checkpoint):
+        output_bytes = plan.output_bytes
+    if output_bytes > free:
         raise ResourceError(
-            f"The engine needs {format_bytes(plan.output_bytes)} of disk at {folder}, {format_bytes(free)} are free. "
+            f"The engine needs {format_bytes(output_bytes)} of disk at {folder}, {format_bytes(free)} are free. "
             "Free some space, or choose another output directory."
+        )
+    largest = max(sum(tensor.bytes for tensor in file.tensors) for file in plan.files)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and largest >= limit:
+        raise ResourceError(
+            f"The engine's largest file needs {format_bytes(largest)}, files may have at most {format_bytes(limit)} "
+            "here. Raise the limit of file sizes (ulimit -f)."
         )
     needed = min(_HOST_MEMORY_BYTES, plan.weight_bytes)
     available = available_memory_bytes()
@@ -249,27 +259,22 @@ def _check_host(plan: BuildPlan) -> None:
 
 def available_memory_bytes() -> int:
     """Memory that programs can still get without swapping, as Linux estimates it."""
-    with open("/proc/meminfo") as file:
+    with suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
-    return 1 << 62  # an old kernel does not tell
+    return 1 << 62  # an old kernel, or a container without /proc, does not tell
 
 
-@contextmanager
-def _disk_errors(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(
-                f"The disk became full while building {output}; nothing was left there. Free some space and run again."
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UsageError(f"{output} cannot be written: {error.strerror} ({error.filename}).") from error
-        raise
-    except MemoryError as error:
-        raise ResourceError("Host memory ran out during the build. Close other programs and run again.") from error
+def _writing(output: Path) -> AbstractContextManager[None]:
+    """What the world does to files that are written, as errors of ours."""
+    problem = f"{output} cannot be written (nothing was left there)"
+    return foreign_errors(problem, UsageError, "Choose another directory.")
+
+
+def _reading(checkpoint: str | Path) -> AbstractContextManager[None]:
+    """What the world does to files that are read, as errors of ours."""
+    return foreign_errors(f"{checkpoint} cannot be read", CheckpointError, "Make it readable, or pass another one.")
 
 
 @contextmanager
@@ -287,7 +292,9 @@ def _write(directory: Path, relative: str, data: bytes) -> FileEntry:
 
 
 def _copy(source: Path, directory: Path, relative: str) -> FileEntry:
-    return _write(directory, relative, source.read_bytes())
+    with _reading(source):
+        data = source.read_bytes()
+    return _write(directory, relative, data)
 
 
 __all__ = ["BuildOptions", "BuildPlan", "BuildReport", "build_engine", "gpus_of", "plan_build"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
+import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.table import Table
@@ -23,18 +21,18 @@ from flint_builder.build import (
 )
 from flint_builder.checkpoint import WeightsChoice
 from flint_builder.targets import BackendChoice, parse_targets
-from flint_runtime.console import byte_progress, err, fail, format_bytes, out
-from flint_runtime.errors import FlintError
+from flint_runtime.command_line import raise_at_sigterm, run
+from flint_runtime.console import byte_progress, format_bytes, out, print_json
 from flint_runtime.memory import KNOWN_GPUS
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _CONTEXTS = (1024, 8192, 32_768, 131_072, 262_144)
 
 
 @app.command(
     epilog="Exit codes: 0 done, 2 usage, 3 the checkpoint is wrong, 4 target or backend unsupported here, "
-    "5 not enough disk, host or GPU memory, 1 a bug of ours.",
+    "5 not enough disk, host or GPU memory, 130 Ctrl-C, 1 a bug of ours.",
 )
 def build(
     checkpoint: Annotated[
@@ -97,44 +95,33 @@ def build(
 
     Example: build-engine ~/flint-nvfp4.gguf --hf-config ~/flint --target sm120 -o engines/flint-nvfp4-sm120
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        plan = plan_build(
-            BuildOptions(
-                checkpoint=checkpoint,
-                targets=parse_targets(target),
-                output=output,
-                backend=backend,
-                weights=weights,
-                hf_config=hf_config,
-                tokenizer=tokenizer,
-                max_batch=max_batch,
-                max_context=max_context,
-                prefill_chunk=prefill_chunk,
-                embed_plugins=embed_plugins,
-                lenient_scales=lenient_scales,
-                force=force,
-            )
+    raise_at_sigterm()
+    plan = plan_build(
+        BuildOptions(
+            checkpoint=checkpoint,
+            targets=parse_targets(target),
+            output=output,
+            backend=backend,
+            weights=weights,
+            hf_config=hf_config,
+            tokenizer=tokenizer,
+            max_batch=max_batch,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            embed_plugins=embed_plugins,
+            lenient_scales=lenient_scales,
+            force=force,
         )
-        if dry_run:
-            report = describe_plan(plan)
-            if not as_json:
-                _print_plan(plan)
-        else:
-            with byte_progress("weights", plan.checkpoint.bytes) as progress:
-                built = build_engine(plan, progress.advance)
-            report = describe_build(plan, built)
-            if not as_json:
-                _print_build(plan, built)
-        if as_json:
-            print(json.dumps(report, indent=1))
-    except FlintError as error:
-        if as_json:
-            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
-        fail(error)
-    except KeyboardInterrupt:
-        err.print("Interrupted; nothing was left behind.")
-        raise SystemExit(130) from None
+    )
+    if dry_run:
+        report, show = describe_plan(plan), _print_plan
+    else:
+        with byte_progress("weights", plan.checkpoint.bytes) as progress:
+            report, show = describe_build(plan, build_engine(plan, progress.advance)), _print_build
+    if as_json:
+        print_json(report)
+    else:
+        show(plan, report)
 
 
 def describe_plan(plan: BuildPlan) -> dict[str, Any]:
@@ -187,9 +174,8 @@ def _sequences(plan: BuildPlan, memory_bytes: int, context: int) -> int:
     return max(0, min(plan.limits.max_batch, free // plan.memory.kv_bytes(context)))
 
 
-def _print_plan(plan: BuildPlan) -> None:
-    report = describe_plan(plan)
-    out.print(f"Would build {report['output']} from {report['checkpoint']}:", markup=False)
+def _print_plan(plan: BuildPlan, report: dict[str, Any]) -> None:
+    out.print(f"Would build {report['output']} from {report['checkpoint']}:")
     out.print(
         f"  {report['weights']} weights, {plan.backend}, for {', '.join(plan.options.targets)}; "
         f"{format_bytes(report['disk_bytes'])} on disk"
@@ -197,8 +183,9 @@ def _print_plan(plan: BuildPlan) -> None:
     limits = plan.limits
     out.print(
         f"  up to {limits.max_batch} sequences, {limits.max_context} tokens of context, prefill in steps of "
-        f"{limits.prefill_chunk}\n"
+        f"{limits.prefill_chunk}"
     )
+    out.print()
     table = Table(title="GPU memory, one sequence", title_justify="left")
     table.add_column("context")
     rows = report["gpu_memory"]
@@ -223,11 +210,10 @@ def _print_plan(plan: BuildPlan) -> None:
     out.print(fits)
 
 
-def _print_build(plan: BuildPlan, built: BuildReport) -> None:
-    report = describe_build(plan, built)
+def _print_build(plan: BuildPlan, report: dict[str, Any]) -> None:
     timing = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report["seconds"].items())
     backend = f"{report['backend']} {report['backend_version']}".strip()
-    out.print(f"Built {report['engine']}: {format_bytes(report['bytes'])} in {report['files']} files", markup=False)
+    out.print(f"Built {report['engine']}: {format_bytes(report['bytes'])} in {report['files']} files")
     out.print(f"  {report['weights']} weights, {backend}, for {', '.join(report['targets'])}; {timing}")
     for name, value in report["notes"].items():
         if isinstance(value, int) and value:
@@ -235,9 +221,9 @@ def _print_build(plan: BuildPlan, built: BuildReport) -> None:
     cards = [gpu for gpu in gpus_of(report["targets"]) if plan.memory.largest_context(gpu.memory_bytes)]
     for gpu in cards:
         out.print(f"  {gpu.name}: up to {plan.memory.largest_context(gpu.memory_bytes):,} tokens of context")
-    out.print(f'Try it: run-engine generate {report["engine"]} "Hello!"', markup=False)
+    out.print(f'Try it: run-engine generate {shlex.quote(report["engine"])} "Hello!"')
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point."""
-    app()
+    run(app, "build-engine")

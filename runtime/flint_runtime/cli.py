@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NoReturn
 
 import typer
 from rich.table import Table
 
-from flint_runtime.console import byte_progress, err, fail, format_bytes, out
+from flint_runtime.command_line import run
+from flint_runtime.console import byte_progress, err, format_bytes, out, print_json, stream
 from flint_runtime.engine import Engine, damaged_files, read_manifest
-from flint_runtime.errors import EngineError, FlintError, UsageError
+from flint_runtime.errors import EngineError, FlintError, UsageError, foreign_errors
 from flint_runtime.executors import ExecutorChoice
 
 if TYPE_CHECKING:
+    from flint_runtime.engine_core import CoreConfig
     from flint_runtime.llm_engine import LLMEngine
     from flint_runtime.sampling_params import SamplingParams
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # plain help, as wide as the terminal
     help="Run a Flint engine that build-engine made.",
     epilog="Exit codes: 0 done, 2 usage, 3 the checkpoint is wrong, 4 engine, target or backend unsupported here, "
-    "5 not enough disk, host or GPU memory, 1 a bug of ours.",
+    "5 not enough disk, host or GPU memory, 130 Ctrl-C, 1 a bug of ours.",
 )
 
 EngineArgument = Annotated[Path, typer.Argument(help="Engine directory.", show_default=False)]
@@ -41,9 +42,10 @@ def inspect(engine: EngineArgument, as_json: JsonOption = False) -> None:
     """Print what an engine was built from and for, its files, and the GPU memory it takes."""
     from flint_runtime.inspection import describe
 
-    report = describe(Engine.open(engine))
+    with _reading(engine):
+        report = describe(Engine.open(engine))
     if as_json:
-        print(json.dumps(report, indent=1))
+        print_json(report)
         return
     model, limits, memory = report["model"], report["limits"], report["gpu_memory"]
     built_by = f"{report['backend']} {report['backend_version']}".strip()
@@ -74,20 +76,28 @@ def verify(engine: EngineArgument, as_json: JsonOption = False) -> None:
     """Hash every file of an engine and load its plugin library; name what is damaged."""
     from flint_runtime.inspection import library_problem
 
-    manifest = read_manifest(engine)
-    total = sum(entry.size for entry in manifest.files)
-    with byte_progress("verify", total) as progress:
-        problems = list(damaged_files(engine, manifest, progress.advance))
-    if not problems and (problem := library_problem(Engine.open(engine))):
-        problems.append(problem)
-    if as_json:
-        print(json.dumps({"engine": str(engine), "ok": not problems, "problems": problems}, indent=1))
+    with _reading(engine):
+        manifest = read_manifest(engine)
+        total = sum(entry.size for entry in manifest.files)
+        with byte_progress("verify", total) as progress:
+            problems = list(damaged_files(engine, manifest, progress.advance))
+        if not problems and (problem := library_problem(Engine.open(engine))):
+            problems.append(problem)
+    report = {"engine": str(engine), "ok": not problems, "problems": problems}
     if problems:
         raise EngineError(
-            f"Engine {engine} is damaged: {'; '.join(problems)}. Copy it again, or rebuild it with build-engine."
+            f"Engine {engine} is damaged: {'; '.join(problems)}. Copy it again, or rebuild it with build-engine.",
+            **report,
         )
-    if not as_json:
-        out.print(f"{engine}: {len(manifest.files)} files, {format_bytes(total)}, all as built.", markup=False)
+    if as_json:
+        print_json(report)
+    else:
+        out.print(f"{engine}: {len(manifest.files)} files, {format_bytes(total)}, all as built.")
+
+
+def _reading(engine: Path) -> AbstractContextManager[None]:
+    """What the world does to an engine while it is opened or read, as errors of ours."""
+    return foreign_errors(f"Engine {engine} cannot be read", EngineError, "Copy it again or rebuild it.")
 
 
 ExecutorOption = Annotated[
@@ -130,22 +140,21 @@ def generate(
     Example: run-engine generate engines/flint-nano-sm120 "What is 12 + 7?" --temperature 0
     """
     from flint_runtime.engine_core import CoreConfig
-    from flint_runtime.llm_engine import LLMEngine
     from flint_runtime.sampling_params import SamplingParams
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _decoded(_standard_input().read() if prompt == "-" else os.fsencode(prompt), "The prompt")
     if not text.strip():
         raise UsageError("The prompt is empty; pass some text.")
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
     config = CoreConfig(max_num_seqs=1, enable_prefix_caching=False)
-    with closing(LLMEngine.open(engine, executor, config)) as opened:
+    with closing(_open(engine, executor, config)) as opened:
         if not raw:
             text = opened.tokenizer.render_chat([{"role": "user", "content": text}], enable_thinking=thinking)
         answer = _answer(opened, text, params, chat=not raw, show=not as_json)
     if as_json:
-        print(json.dumps({"prompt": text, **answer}, indent=1, ensure_ascii=False))
+        print_json({"prompt": text, **answer})
 
 
 @app.command()
@@ -165,7 +174,6 @@ def chat(
     Example: run-engine chat engines/flint-nano-sm120
     """
     from flint_runtime.engine_core import CoreConfig
-    from flint_runtime.llm_engine import LLMEngine
     from flint_runtime.sampling_params import SamplingParams
 
     params = SamplingParams(
@@ -173,34 +181,53 @@ def chat(
     )
     history: list[dict[str, str]] = []
     # With prefix caching, a turn computes only what is new.
-    with closing(LLMEngine.open(engine, executor, CoreConfig(max_num_seqs=1))) as opened:
-        for message in _messages():
-            turn = {"role": "user", "content": message}
-            prompt = opened.tokenizer.render_chat([*history, turn], enable_thinking=thinking)
+    with closing(_open(engine, executor, CoreConfig(max_num_seqs=1))) as opened:
+        for line in _lines():
             try:
-                answer = _answer(opened, prompt, params, chat=True, show=True)
-            except UsageError as error:  # The context is full: a shorter message may still fit.
+                message = _decoded(line, "The message").strip()
+                if message == "/exit":
+                    return
+                if message:
+                    turn = {"role": "user", "content": message}
+                    prompt = opened.tokenizer.render_chat([*history, turn], enable_thinking=thinking)
+                    answer = _answer(opened, prompt, params, chat=True, show=True)
+                    history += [turn, {"role": "assistant", "content": answer["text"]}]
+            except UsageError as error:  # The context is full, say: a shorter message may still fit.
                 if not sys.stdin.isatty():
                     raise
-                err.print(f"error: {error}", markup=False)
-                continue
-            history += [turn, {"role": "assistant", "content": answer["text"]}]
+                err.print(f"error: {error}")
 
 
-def _messages() -> Iterator[str]:
-    """The user's messages that are not blank, from a terminal or a pipe, up to /exit."""
-    if sys.stdin.isatty():
-        with suppress(ImportError):
-            import readline  # noqa: F401 (gives input() line editing and a history)
-    while True:
-        try:
-            message = (input("> ") if sys.stdin.isatty() else input()).strip()
-        except EOFError:
-            return
-        if message == "/exit":
-            return
-        if message:
-            yield message
+def _open(engine: Path, executor: ExecutorChoice, config: CoreConfig) -> LLMEngine:
+    from flint_runtime.llm_engine import LLMEngine
+
+    with _reading(engine):
+        return LLMEngine.open(engine, executor, config)
+
+
+def _lines() -> Iterator[bytes]:
+    """The lines of standard input, from a terminal or a pipe."""
+    source = _standard_input()
+    if not source.isatty():
+        yield from source
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 (gives input() line editing and a history)
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+    with suppress(EOFError):
+        while True:
+            yield input("> ").encode("utf-8", "surrogateescape")
+
+
+def _standard_input() -> BinaryIO:
+    if sys.stdin is None:
+        raise UsageError("Standard input is closed; pass the prompt as an argument, or through a pipe.")
+    return sys.stdin.buffer
+
+
+def _decoded(data: bytes, what: str) -> str:
+    with foreign_errors(f"{what} cannot be read", UsageError, "Convert it to UTF-8."):
+        return data.decode("utf-8")
 
 
 def _answer(opened: LLMEngine, prompt: str, params: SamplingParams, *, chat: bool, show: bool) -> dict[str, Any]:
@@ -220,28 +247,23 @@ def _answer(opened: LLMEngine, prompt: str, params: SamplingParams, *, chat: boo
     text = "<think>" if chat and prompt.rstrip().endswith("<think>") else ""
     token_ids: list[int] = []
     if show:
-        print(text, end="", flush=True)
+        stream(text)
     while opened.has_unfinished_requests():
         for output in opened.step():
             (answer,) = output.outputs
             text += answer.text
             token_ids += answer.token_ids
             if show:
-                print(answer.text, end="", flush=True)
+                stream(answer.text)
     if answer.error:
         raise FlintError(answer.error)
     if show:
-        print()
+        stream("\n")
         if answer.finish_reason == "length":
             err.print("(stopped at the token limit)")
     return {"text": text, "token_ids": token_ids, "finish_reason": answer.finish_reason}
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Entry point."""
-    try:
-        app(standalone_mode=True)
-    except FlintError as error:
-        fail(error)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    run(app, "run-engine")

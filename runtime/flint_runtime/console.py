@@ -1,12 +1,18 @@
-"""What both command lines show a person: progress bars, tables, errors. Results go to stdout, all else to stderr."""
+"""What both command lines show a person: progress bars, tables, text. Results go to stdout, all else to stderr.
+
+Much of it comes from strangers: paths, names in files, a model's answers. So nothing here reads markup in a text, and
+what does not print is escaped.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -19,11 +25,28 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
-from flint_runtime.errors import FlintError
+from flint_runtime.errors import printable
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _PlainConsole(Console):
+    """A console that takes every text as it is, a line at a time."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Every text comes through here, those in tables, too."""
+        return super().render_str(printable(text), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the boundary; rich would end the process with 1."""
+        raise BrokenPipeError
+
+
+out = _PlainConsole()
+err = _PlainConsole(stderr=True)
 
 _PLAIN_INTERVAL_S = 5.0
 
@@ -42,7 +65,7 @@ class CountProgress:
         self._started = self._printed = time.monotonic()
         self._bar: Progress | None = None
         if err.is_terminal:
-            every = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+            every = (TextColumn("{task.description}", markup=False), BarColumn(), *columns, TimeRemainingColumn())
             self._bar = Progress(*every, console=err)
             self._task = self._bar.add_task(label, total=self._total)
             self._bar.start()
@@ -55,15 +78,15 @@ class CountProgress:
         elif time.monotonic() - self._printed > _PLAIN_INTERVAL_S:
             self._printed = time.monotonic()
             share = f"{self._done / self._total:.0%} of {self._shown(self._total)}"
-            err.print(f"{self._label}: {share}", markup=False)
+            err.print(f"{self._label}: {share}")
 
     def close(self) -> None:
-        """End the bar, or print the last plain line."""
+        """End the bar, or print the last plain line unless nothing was done."""
         if self._bar:
             self._bar.stop()
-        else:
+        elif self._done:
             seconds = time.monotonic() - self._started
-            err.print(f"{self._label}: {self._shown(self._done)} in {seconds:.1f} s", markup=False)
+            err.print(f"{self._label}: {self._shown(self._done)} in {seconds:.1f} s")
 
 
 @contextmanager
@@ -95,7 +118,18 @@ def format_bytes(count: float) -> str:
     raise AssertionError
 
 
-def fail(error: FlintError) -> NoReturn:
-    """Print an error as one paragraph and leave with its exit code."""
-    err.print(f"error: {error}", markup=False, style="red" if err.is_terminal else None)
-    sys.exit(error.exit_code)
+def print_json(report: dict[str, Any]) -> None:
+    """Print the one report of --json, in ASCII, which every locale has."""
+    print(json.dumps(report, indent=1))
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def stream(text: str) -> None:
+    """Print a piece of an answer at once, with control characters escaped on a terminal, which would obey them."""
+    if sys.stdout is None:  # It was closed before we started.
+        return
+    if sys.stdout.isatty():
+        text = _CONTROL.sub(lambda found: printable(found[0]), text)
+    print(text, end="", flush=True)

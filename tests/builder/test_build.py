@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from flint_builder import repack
 from flint_builder.build import BuildOptions, build_engine, plan_build
 from flint_builder.weights import weight_files
 from flint_runtime.engine import Engine, damaged_files
-from flint_runtime.errors import FlintError, ResourceError, UnsupportedError, UsageError
+from flint_runtime.errors import CheckpointError, FlintError, ResourceError, UnsupportedError, UsageError
 from flint_runtime.llm import LLM
 from flint_runtime.manifest import Manifest
 from flint_runtime.sampling_params import SamplingParams
@@ -137,6 +138,32 @@ def test_e1_too_little_disk_is_said_before_writing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_e1_too_large_files_are_refused_before_writing(random_nano: Path, tmp_path: Path) -> None:
+    """A limit of the shell (ulimit -f), told apart from a full disk; and met while writing, if it comes later."""
+    plan = plan_build(options(random_nano, tmp_path / "e"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(ResourceError, match=r"files may have at most 100\.0 KB here.*ulimit -f"):
+            build_engine(plan)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build_module, "_check_host", lambda plan: None)
+            with pytest.raises(ResourceError, match=r"File too large\. Raise the limit of file sizes"):
+                build_engine(plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_that_becomes_unreadable(random_nano: Path, tmp_path: Path) -> None:
+    """It is the checkpoint that is wrong then, not the output."""
+    plan = plan_build(options(random_nano, tmp_path / "e"))
+    plan.checkpoint.assets["tokenizer.json"] = tmp_path / "gone"
+    with pytest.raises(CheckpointError, match=r"cannot be read: No such file or directory \(.*gone\)"):
+        build_engine(plan)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_e1_too_little_memory_is_said_before_writing(
     random_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +178,7 @@ def test_e2_disk_full_leaves_nothing(random_nano: Path, tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(build_module, "write_weights", full)
-    with pytest.raises(ResourceError, match="became full"):
+    with pytest.raises(ResourceError, match=r"No space left on device\. Free some space"):
         build(random_nano, tmp_path / "e")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(build_module, "write_weights", repack.write_weights)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from flint_runtime.errors import CheckpointError
+from flint_runtime.errors import CheckpointError, FlintError, foreign_error
 
 _MAX_VECTORS = 1024
 """Buffers of one preadv: Linux's IOV_MAX."""
@@ -28,14 +28,18 @@ class DataFile:
 
     Raises:
         CheckpointError: the path is not a readable regular file.
+        ResourceError: too many files are open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
+        except FileNotFoundError:
+            leads = f" leads to {os.readlink(path)}, which" if path.is_symlink() else ""
+            raise CheckpointError(f"{path}{leads} does not exist. Download the checkpoint again.") from None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+            raise self._unreadable(error) from None
         weakref.finalize(self, os.close, self._descriptor)
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -51,7 +55,7 @@ class DataFile:
         try:
             return os.pread(self._descriptor, count, offset)
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
+            raise self._unreadable(error) from None
 
     def read_into(self, offset: int, buffers: Sequence[UInt8], what: str) -> None:
         """Fill C-contiguous buffers, one behind the other, from byte `offset`.
@@ -81,7 +85,11 @@ class DataFile:
                 if count:
                     pending[0] = pending[0][count:]
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read ({what}): {error.strerror}.") from None
+            raise self._unreadable(error, f" ({what})") from None
+
+    def _unreadable(self, error: OSError, what: str = "") -> FlintError:
+        problem = f"{self.path} cannot be read{what}"
+        return foreign_error(error, problem, CheckpointError, "Make it readable, or download it again.")
 
     def _fetch_ahead(self, first: int, end: int) -> None:
         """Ask for the next block when a read, of bytes `first` to `end`, reaches a new one."""

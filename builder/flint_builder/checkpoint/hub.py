@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from flint_runtime.errors import CheckpointError
+from flint_runtime.errors import CheckpointError, ResourceError, foreign_error
 
 _SMALL_FILES = ["*.json", "*.jinja"]
 
@@ -17,6 +17,7 @@ def fetch_repository(name: str, weights: Literal["auto", "nvfp4", "bf16"]) -> Pa
 
     Raises:
         CheckpointError: offline and not in the cache, or no such repository, or no access to it.
+        ResourceError: the cache's disk is full.
     """
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -32,8 +33,13 @@ def fetch_repository(name: str, weights: Literal["auto", "nvfp4", "bf16"]) -> Pa
         problem = "access to the repository is restricted; ask for access on its page and log in (hf auth login)"
     except RepositoryNotFoundError:
         problem = "the hub has no such repository, or it is private and you are not logged in (hf auth login)"
+    except MemoryError:
+        raise
     except Exception as error:  # the client lets its HTTP library's errors through
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        found = foreign_error(error, f"{name} cannot be downloaded", CheckpointError, "")
+        if isinstance(found, ResourceError):  # the disk with the cache is full
+            raise found from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         problem = (
             f"it cannot be downloaded and is not complete in the local cache ({first_line}); check the connection, "
             "or download it elsewhere and pass its directory"

@@ -1,8 +1,13 @@
-"""Finding a checkpoint's files and opening it."""
+"""Finding a checkpoint's files and opening it.
+
+What cannot be read is never taken for missing: then a file that nobody may read would be passed over in silence.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Literal
 
@@ -40,11 +45,12 @@ def open_checkpoint(
     Raises:
         UsageError: the arguments leave open, or contradict, what to read.
         CheckpointError: the checkpoint is incomplete, damaged, contradictory or of an unsupported kind.
+        OSError: a file or directory cannot be read.
     """
     path, found = _find_weights(_local_path(spec, weights), weights)
     directory = _directory(hf_config, "--hf-config") or path.parent
     config_path = directory / "config.json"
-    if not config_path.is_file():
+    if not _is_file(config_path):
         raise CheckpointError(
             f"{directory} has no config.json, which {path} needs. Pass the directory of the BF16 checkpoint that has "
             "it with --hf-config."
@@ -58,8 +64,10 @@ def open_checkpoint(
 
 def _local_path(spec: str, weights: WeightsChoice) -> Path:
     path = Path(spec)
-    if path.exists():
+    if _mode(path):
         return path
+    if path.is_symlink():
+        raise UsageError(f"{spec} leads to {os.readlink(path)}, which does not exist; correct the link.")
     if _REPOSITORY.fullmatch(spec) and not spec.endswith((".gguf", ".safetensors")):
         return fetch_repository(spec, weights)
     raise UsageError(f"{spec} does not exist; pass a .gguf or .safetensors file, a directory, or a repo id org/name.")
@@ -67,29 +75,32 @@ def _local_path(spec: str, weights: WeightsChoice) -> Path:
 
 def _find_weights(path: Path, weights: WeightsChoice) -> tuple[Path, WeightFormat]:
     """The GGUF or safetensors file, or the index of several, and its format."""
-    if path.is_dir():
-        choices: dict[WeightFormat, Path | None] = {"nvfp4": None, "bf16": None}
+    choices: dict[WeightFormat, Path | None] = {"nvfp4": None, "bf16": None}
+    if _is_directory(path):
+        files = sorted(path / name for name in os.listdir(path) if not name.startswith("."))
+        ggufs = [file for file in files if file.name.endswith(".gguf")]
+        safetensors = [file for file in files if file.name.endswith((".safetensors", ".safetensors.index.json"))]
         if weights != "bf16":
-            choices["nvfp4"] = _only(sorted(path.glob("*.gguf")), path)
+            choices["nvfp4"] = _only(ggufs, path)
         if weights != "nvfp4" and choices["nvfp4"] is None:
-            choices["bf16"] = _find_safetensors(path)
+            choices["bf16"] = _find_safetensors(safetensors, path)
+        has = {"nvfp4": bool(ggufs), "bf16": bool(safetensors)}
     else:
         refuse_parts([path])
-        choices = {
-            "nvfp4": path if path.suffix == ".gguf" else None,
-            "bf16": path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None,
-        }
+        choices["nvfp4"] = path if path.name.endswith(".gguf") else None
+        choices["bf16"] = path if path.name.endswith((".safetensors", ".safetensors.index.json")) else None
         if not any(choices.values()):
             raise UsageError(f"{path} is neither a .gguf nor a .safetensors file; pass one of these, or a directory.")
+        has = {kind: file is not None for kind, file in choices.items()}
     for kind, file in choices.items():
         if file is not None and weights in ("auto", kind):
             return file, kind
-    if weights == "nvfp4" and (path.is_file() or any(path.glob("*.safetensors"))):
+    if weights == "nvfp4" and has["bf16"]:
         raise UsageError(
             f"{path} holds BF16 weights only, and --weights nvfp4 was asked for. Flint does not convert BF16 to NVFP4; "
             "pass the released NVFP4 GGUF file, or --weights bf16."
         )
-    if weights == "bf16" and (path.is_file() or any(path.glob("*.gguf"))):
+    if weights == "bf16" and has["nvfp4"]:
         raise UsageError(
             f"{path} holds NVFP4 weights only (GGUF), and --weights bf16 was asked for. Pass the directory of the BF16 "
             "checkpoint, or --weights nvfp4."
@@ -97,9 +108,9 @@ def _find_weights(path: Path, weights: WeightsChoice) -> tuple[Path, WeightForma
     raise CheckpointError(f"{path} holds no weights: expected one .gguf file or model*.safetensors.")
 
 
-def _find_safetensors(directory: Path) -> Path | None:
-    index = _only(sorted(directory.glob("*.safetensors.index.json")), directory)
-    return index or _only(sorted(directory.glob("*.safetensors")), directory)
+def _find_safetensors(files: list[Path], directory: Path) -> Path | None:
+    index = _only([file for file in files if file.suffix == ".json"], directory)
+    return index or _only([file for file in files if file.suffix != ".json"], directory)
 
 
 def _only(files: list[Path], directory: Path) -> Path | None:
@@ -111,6 +122,22 @@ def _only(files: list[Path], directory: Path) -> Path | None:
 
 
 def _directory(path: Path | None, option: str) -> Path | None:
-    if path is not None and not path.is_dir():
-        raise UsageError(f"{option} {path} is not a directory.")
+    if path is not None and not _is_directory(path):
+        raise UsageError(f"{option} {path} {'is not a directory' if _mode(path) else 'does not exist'}.")
     return path
+
+
+def _mode(path: Path) -> int:
+    """Kind and permissions of what a path leads to; 0 where there is nothing. Raises OSError where nobody can tell."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _is_file(path: Path) -> bool:
+    return stat.S_ISREG(_mode(path))
+
+
+def _is_directory(path: Path) -> bool:
+    return stat.S_ISDIR(_mode(path))

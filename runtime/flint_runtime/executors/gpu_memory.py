@@ -18,10 +18,9 @@ def _plan(engine: Engine, weight_bytes: int) -> MemoryPlan:
 
 
 def table(rows: dict[str, int]) -> str:
-    """Components and their sum, one a line."""
+    """Components and their sum, in a line."""
     rows = {**rows, "total": sum(rows.values())}
-    width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}} {size / 2**30:9.2f} GiB" for name, size in rows.items())
+    return "; ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in rows.items())
 
 
 def largest_context(plan: MemoryPlan, free: int, sequences: int) -> int:
@@ -46,7 +45,7 @@ def _message(
         cure = "Not even one page of KV cache would fit: free GPU memory, or use a larger GPU or smaller weights."
     return ResourceError(
         f"{what} of engine {engine.directory} does not fit this GPU, which has {total / 2**30:.2f} GiB, "
-        f"{free / 2**30:.2f} GiB of it free now{f' ({cause})' if cause else ''}. Needed:\n{table(rows)}\n{cure}"
+        f"{free / 2**30:.2f} GiB of it free now{f' ({cause})' if cause else ''}. Needed: {table(rows)}. {cure}"
     )
 
 

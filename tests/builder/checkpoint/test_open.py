@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 
 from flint_builder.checkpoint import WeightsChoice, open_checkpoint
-from flint_runtime.errors import CheckpointError, UsageError
+from flint_runtime.errors import CheckpointError, ResourceError, UsageError
 from tests.builder.checkpoint import tiny
+from tests.permissions import without_override
+from tests.shapes import NANO_DIRECTORY
 
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -146,7 +150,7 @@ def test_optional_assets_may_be_absent(tmp_path: Path) -> None:
 def test_options_that_are_no_directories(both: Path) -> None:
     with pytest.raises(UsageError, match=r"--hf-config .* is not a directory"):
         open_checkpoint(str(both), hf_config=both / "config.json")
-    with pytest.raises(UsageError, match=r"--tokenizer .* is not a directory"):
+    with pytest.raises(UsageError, match=r"--tokenizer .* does not exist"):
         open_checkpoint(str(both), tokenizer=both / "nowhere")
 
 
@@ -171,6 +175,43 @@ def test_pipe_in_the_place_of_a_file(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(CheckpointError, match="not a regular file"):
         open_checkpoint(str(path), weights="nvfp4")
+
+
+def test_unreadable_is_not_missing(tmp_path: Path) -> None:
+    """Whatever may not be read is named with the reason, never passed over."""
+    path = tiny.nvfp4(tmp_path / "model")
+    for locked, spec in ((path, path), (path.parent, path), (path.parent, path.parent)):
+        mode = locked.stat().st_mode
+        locked.chmod(0)
+        with without_override(), pytest.raises((CheckpointError, PermissionError), match="Permission denied"):
+            open_checkpoint(str(spec))
+        locked.chmod(mode)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_checkpoint(str(tmp_path / "loop"))
+    with pytest.raises(OSError, match="File name too long"):
+        open_checkpoint("x" * 300)
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to("../blobs/1234")
+    for name in SIDE_FILES:
+        (tmp_path / name).write_bytes((NANO_DIRECTORY / name).read_bytes())
+    with pytest.raises(UsageError, match=r"leads to \.\./blobs/1234, which does not exist"):
+        open_checkpoint(str(tmp_path / "model.gguf"))
+    with pytest.raises(CheckpointError, match=r"leads to \.\./blobs/1234, which does not exist"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_too_many_open_files(tmp_path: Path) -> None:
+    directory = tiny.bf16(tmp_path, max_shard_bytes=100_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+    try:
+        with pytest.raises(ResourceError, match=r"Too many open files.*ulimit -n"):
+            open_checkpoint(str(directory))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_directory_without_weights(tmp_path: Path) -> None:
@@ -241,3 +282,24 @@ def test_hub_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     message = str(error.value)
     assert "some-org/no-such-model is no local path" in message and "pass its directory" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/cache/blob"), ResourceError, r"No space left.*/cache/blob"),
+        (OSError(errno.EACCES, "Permission denied", "/cache"), CheckpointError, "Permission denied"),
+        (ConnectionError("no route\nto the host"), CheckpointError, "no route"),
+        (ValueError(""), CheckpointError, "ValueError"),
+    ],
+)
+def test_download_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception, error: type[Exception], message: str
+) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise trouble
+
+    hub(monkeypatch, download)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        open_checkpoint("org/flint")
