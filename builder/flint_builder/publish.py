@@ -17,7 +17,7 @@ from types import TracebackType
 
 from flint_runtime.engine import UNFINISHED_SUFFIX
 from flint_runtime.errors import UsageError
-from flint_runtime.manifest import MANIFEST_NAME, Manifest
+from flint_runtime.manifest import MANIFEST_NAME, Manifest, encode_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -70,7 +70,7 @@ class Staging:
 
         Every file must have been synced by its writer.
         """
-        write_synced(self.directory / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
+        write_synced(self.directory / MANIFEST_NAME, encode_manifest(manifest))
         for directory, _, _ in os.walk(self.directory):
             sync_directory(Path(directory))
         if self.output.exists():

@@ -11,9 +11,9 @@ import pytest
 
 from flint_builder import publish
 from flint_builder.publish import Staging
-from flint_runtime.engine import Engine
+from flint_runtime.engine import Engine, read_manifest
 from flint_runtime.errors import EngineError, UsageError
-from flint_runtime.manifest import Manifest
+from flint_runtime.manifest import encode_manifest
 from tests.manifests import manifest
 
 
@@ -24,7 +24,7 @@ def published(output: Path, generator: str, force: bool = False) -> None:
 
 
 def generator_of(output: Path) -> str:
-    return Manifest.model_validate_json((output / "engine.json").read_text()).generator
+    return read_manifest(output).generator
 
 
 def test_publish_creates_parents_and_leaves_only_the_engine(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
 
 def test_working_directory_never_opens(tmp_path: Path) -> None:
     with Staging(tmp_path / "engine", False) as staging:
-        (staging.directory / "engine.json").write_text(manifest().model_dump_json())
+        (staging.directory / "engine.json").write_bytes(encode_manifest(manifest()))
         with pytest.raises(EngineError, match="has not finished"):
             Engine.open(staging.directory)
 
