@@ -56,7 +56,7 @@ def library_problem(engine: Engine) -> str | None:
         info = check_library(
             engine.library_path, version=manifest.plugins_version, layout_version=manifest.layout_version
         )
-    except LibraryError as error:
+    except (LibraryError, EngineError) as error:
         return str(error)
     missing = [target for target in manifest.targets if target not in info.architectures]
     return f"{engine.library_path} holds no GPU code for {', '.join(missing)}" if missing else None

@@ -24,6 +24,7 @@ from flint_runtime.executors.graph_file import load_graph
 from flint_runtime.executors.plugin_host import PluginHostExecutor
 from flint_runtime.executors.reference import ReferenceExecutor
 from flint_runtime.executors.step import RowSampling, SequencePart, build_step
+from flint_runtime.inspection import content_problems
 from flint_runtime.manifest import PHASES, Phase
 from flint_runtime.rope import is_rope_row, rope_rows
 from tests.runtime.conftest import LIMITS
@@ -97,6 +98,13 @@ def test_a_forged_model_does_not_fit_the_files(name: str, engine: Path) -> None:
     rewrite_manifest(engine, model=config | change)
     with pytest.raises(EngineError, match=message):
         check_contents(Engine.open(engine))
+
+
+def test_verify_says_what_a_forged_manifest_does_not_fit(engine: Path) -> None:
+    rewrite_manifest(engine, limits=LIMITS.model_dump() | {"max_context": 100})
+    rope, library = content_problems(Engine.open(engine))
+    assert rope.endswith("the number of rows of the RoPE table is 200, limits.max_context is 100")
+    assert "has no libflint_plugins.so" in library
 
 
 def test_a_context_beyond_the_rope_table_is_refused(engine: Path) -> None:
