@@ -136,12 +136,13 @@ def read_manifest(directory: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
+        where = where if where.isprintable() else ascii(where)
         raise EngineError(
             f"{path} is not an engine manifest of format {FORMAT_VERSION}: {where:.200}: {first['msg']:.500}. {CURE}"
         ) from None
     if manifest.layout_version != LAYOUT_VERSION:
         raise EngineError(
-            f"{path} has weight layout {manifest.layout_version}, written by {manifest.generator:.80}; this version "
+            f"{path} has weight layout {manifest.layout_version}, written by {manifest.generator!r:.80}; this version "
             f"reads weight layout {LAYOUT_VERSION}. Build the engine again with build-engine."
         )
     return manifest
