@@ -151,6 +151,8 @@ def read_manifest(directory: Path) -> Manifest:
 def _read_document(path: Path) -> tuple[dict[str, Any], str]:
     """The JSON object in engine.json, and the digest of its content."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # Opening a pipe would wait for ever.
+            raise ValueError("it is no file")
         with path.open("rb") as file:
             data = file.read(_MAX_MANIFEST_BYTES + 1)
         if len(data) > _MAX_MANIFEST_BYTES:

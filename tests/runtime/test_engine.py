@@ -156,6 +156,20 @@ def test_broken_manifest(directory: Path, damage: str) -> None:
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device", "loop", "unreadable"])
+def test_a_manifest_that_is_no_file(directory: Path, kind: str) -> None:
+    path = directory / "engine.json"
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"device": "/dev/zero", "loop": path.name, "unreadable": "x" * 300}[kind])
+    with pytest.raises(EngineError, match=r"engine\.json cannot be read: "):
+        Engine.open(directory)
+
+
 @pytest.mark.parametrize("version", [1, 2, 4, 99, None, "3", 3.5, [], {}])
 def test_another_format_is_refused(directory: Path, version: object) -> None:
     """An older one has no digest; it is told apart before anything else is looked at."""
