@@ -28,6 +28,9 @@ from flint_runtime.errors import CheckpointError, ResourceError, UsageError, for
 from flint_runtime.manifest import (
     FORMAT_VERSION,
     LIBRARY_NAME,
+    MAX_BATCH,
+    MAX_CONTEXT,
+    MAX_PREFILL_CHUNK,
     PHASES,
     Backend,
     FileEntry,
@@ -195,9 +198,9 @@ def _limits(options: BuildOptions, config: ModelConfig) -> Limits:
     longest = config.max_position_embeddings
     context = longest if options.max_context is None else options.max_context
     for name, value, high in (
-        ("--max-batch", options.max_batch, 1024),
-        ("--max-context", context, longest),
-        ("--prefill-chunk", options.prefill_chunk, 65536),
+        ("--max-batch", options.max_batch, MAX_BATCH),
+        ("--max-context", context, min(longest, MAX_CONTEXT)),
+        ("--prefill-chunk", options.prefill_chunk, MAX_PREFILL_CHUNK),
     ):
         if not 1 <= value <= high:
             raise UsageError(f"{name} {value} is out of range: this model takes 1 to {high}.")

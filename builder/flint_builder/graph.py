@@ -28,8 +28,8 @@ import onnx_graphsurgeon as gs
 from flint_builder.weights import EngineTensor, WeightFile
 from flint_plugins.ops import DOMAIN, MASK_TOKENS, MAX_LOGPROBS, OPS, PAGE_TOKENS, VERSION, Binding, DType, FieldValue
 from flint_runtime.config import ModelConfig
+from flint_runtime.executors.host_graph import size_ranges
 from flint_runtime.manifest import Limits, Phase, WeightFormat, ring_tokens
-from flint_runtime.memory import MemoryPlan
 
 ONNX_TYPES: dict[DType, int] = {
     "bf16": onnx.TensorProto.BFLOAT16,
@@ -275,22 +275,7 @@ class _Export:
 
 def _profile(export: _Export, limits: Limits, phase: Phase) -> Profile:
     """The optimization profile of a phase, from the symbolic dimensions of the graph's inputs."""
-    config = export.config
-    plan = MemoryPlan(config, 0, limits)
-    batch = limits.max_batch
-    pages_per_sequence = -(-limits.max_context // PAGE_TOKENS)
-    tokens = limits.prefill_chunk if phase == "prefill" else limits.decode_tokens
-    rows = limits.logits_rows if phase == "prefill" else tokens
-    ranges: dict[str, tuple[int, int, int]] = {
-        "T": (1, tokens if phase == "prefill" else 1, tokens),
-        "B": (1, 1, batch),
-        "B+1": (2, 2, batch + 1),
-        "P": (1, pages_per_sequence, pages_per_sequence),
-        "R": (1, 1, rows),
-        "pages": (1, pages_per_sequence, plan.most_pages),
-        "slots": (1, batch, plan.most_slots),
-        "sample_slots": (1, batch, plan.most_sample_slots),
-    }
+    ranges = size_ranges(export.config, limits, phase)
     profile: Profile = {}
     for name, variable in export.inputs.items():
         if any(isinstance(dim, str) for dim in variable.shape):

@@ -24,7 +24,7 @@ from typing import NoReturn
 from flint_builder.output import aside_directory, check_output, delete_engine, strays, working_directory
 from flint_runtime.console import err
 from flint_runtime.errors import UsageError
-from flint_runtime.manifest import MANIFEST_NAME, Manifest
+from flint_runtime.manifest import MANIFEST_NAME, Manifest, encode_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -82,7 +82,7 @@ class Staging:
 
         Every file must have been synced by its writer.
         """
-        write_synced(self.directory / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
+        write_synced(self.directory / MANIFEST_NAME, encode_manifest(manifest))
         (self.directory / _MARKER).unlink()
         for directory, _, _ in os.walk(self.directory):
             sync_directory(Path(directory))

@@ -18,12 +18,12 @@ import numpy.typing as npt
 from flint_builder.checkpoint import Checkpoint, block_scales
 from flint_builder.checkpoint.datafile import UInt8
 from flint_builder.checkpoint.tensors import Rows
-from flint_builder.rope import rope_rows, rope_table
 from flint_builder.safetensors_writer import SafetensorsWriter
 from flint_builder.weights import DTYPE_BYTES, Recipe, WeightFile
 from flint_plugins import layout
 from flint_plugins.ops import DType
 from flint_runtime.manifest import FileEntry
+from flint_runtime.rope import rope_rows, rope_table
 
 __all__ = ["WEIGHTS_DIRECTORY", "rope_table", "write_weights"]
 

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from flint_runtime.engine import Engine, size_problem
 from flint_runtime.errors import EngineError, FlintError
-from flint_runtime.executors.graph_file import load_graph
-from flint_runtime.manifest import PHASES, Manifest
+from flint_runtime.executors.engine_check import check_contents
+from flint_runtime.manifest import Manifest
 from flint_runtime.tokenizer import Tokenizer
 
 
@@ -27,9 +27,7 @@ def check_opens(directory: Path, manifest: Manifest) -> None:
         problems = [problem for entry in manifest.files if (problem := size_problem(directory, entry))]
         if problems:
             raise EngineError(f"{problems[0]}.")
-        engine = Engine(directory, manifest)
-        for phase in PHASES:
-            load_graph(engine.graph_path(phase))
+        check_contents(Engine(directory, manifest))
         Tokenizer(directory)
     except (EngineError, ValidationError) as error:
         raise FlintError(

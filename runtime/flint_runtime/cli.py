@@ -73,16 +73,16 @@ def inspect(engine: EngineArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def verify(engine: EngineArgument, as_json: JsonOption = False) -> None:
-    """Hash every file of an engine and load its plugin library; name what is damaged."""
-    from flint_runtime.inspection import library_problem
+    """Hash every file of an engine, compare its content with engine.json, load its library; name what is wrong."""
+    from flint_runtime.inspection import content_problems
 
     with _reading(engine):
         manifest = read_manifest(engine)
         total = sum(entry.size for entry in manifest.files)
         with byte_progress("verify", total) as progress:
             problems = list(damaged_files(engine, manifest, progress.advance))
-        if not problems and (problem := library_problem(Engine.open(engine))):
-            problems.append(problem)
+        if not problems:
+            problems = content_problems(Engine.open(engine))
     report = {"engine": str(engine), "ok": not problems, "problems": problems}
     if problems:
         raise EngineError(

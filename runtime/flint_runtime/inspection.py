@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from flint_plugins.library import LibraryError, check_library
-from flint_runtime.engine import Engine
+from flint_runtime.engine import CURE, Engine
+from flint_runtime.errors import EngineError
+from flint_runtime.executors.engine_check import check_contents
 from flint_runtime.memory import MemoryPlan
 
 
@@ -35,17 +37,26 @@ def describe(engine: Engine) -> dict[str, Any]:
     }
 
 
-def library_problem(engine: Engine) -> str | None:
-    """What is wrong with the engine's plugin library, or None: it must load and be the version the engine wants.
+def content_problems(engine: Engine) -> list[str]:
+    """What of an engine whose files are whole contradicts its manifest: graphs, weights, RoPE table, plugin library."""
+    problems = []
+    try:
+        check_contents(engine)
+    except EngineError as error:
+        problems.append(str(error).removesuffix(f". {CURE}"))
+    if problem := library_problem(engine):
+        problems.append(problem)
+    return problems
 
-    Its ops are those of the version that built the engine, perhaps fewer than this version's.
-    """
+
+def library_problem(engine: Engine) -> str | None:
+    """What is wrong with the engine's plugin library, or None: it must load and be the version the engine wants."""
     manifest = engine.manifest
     try:
         info = check_library(
-            engine.library_path, version=manifest.plugins_version, layout_version=manifest.layout_version, ops=()
+            engine.library_path, version=manifest.plugins_version, layout_version=manifest.layout_version
         )
-    except LibraryError as error:
+    except (LibraryError, EngineError) as error:
         return str(error)
     missing = [target for target in manifest.targets if target not in info.architectures]
     return f"{engine.library_path} holds no GPU code for {', '.join(missing)}" if missing else None

@@ -7,14 +7,17 @@ holes in the file; `fill` makes random weights on the GPU. So a machine with a G
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flint_builder.weights import EngineTensor, WeightFile, weight_files
 from flint_plugins.layout import LAYOUT_VERSION
+from flint_runtime.engine import HASHED_BYTES
+from flint_runtime.executors.engine_check import ROPE
 from flint_runtime.executors.graph_file import GraphFile, load_graph, parse_graph
 from flint_runtime.manifest import (
     FORMAT_VERSION,
@@ -26,7 +29,9 @@ from flint_runtime.manifest import (
     Manifest,
     Phase,
     WeightFormat,
+    encode_manifest,
 )
+from flint_runtime.rope import rope_table
 from tests.shapes import FLINT
 
 if TYPE_CHECKING:
@@ -64,13 +69,16 @@ def graph_file(weights: WeightFormat, phase: Phase) -> GraphFile:
 
 
 def complete(directory: Path, weights: WeightFormat, architecture: str, library: Path, version: str) -> None:
-    """Make a skeleton an engine: sparse weight files, the plugin library, the manifest (without hashes)."""
+    """Make a skeleton an engine: sparse weight files, the plugin library, the manifest.
+
+    Opening it compares the RoPE table and hashes small files, so these are real; hashes of large files are not.
+    """
     (directory / "weights").mkdir(exist_ok=True)
     for file in files(weights):
         _write_sparse(directory / "weights" / file.name, file)
     (directory / LIBRARY_NAME).write_bytes(library.read_bytes())
     entries = [
-        FileEntry(path=path.relative_to(directory).as_posix(), size=path.stat().st_size, sha256="")
+        FileEntry(path=path.relative_to(directory).as_posix(), size=path.stat().st_size, sha256=_hash(path))
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     ]
@@ -88,11 +96,15 @@ def complete(directory: Path, weights: WeightFormat, architecture: str, library:
         notes={"source": "random weights"},
         files=tuple(entries),
     )
-    (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
+    (directory / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes() if path.stat().st_size <= HASHED_BYTES else b"").hexdigest()
 
 
 def _write_sparse(path: Path, file: WeightFile) -> None:
-    header: dict[str, object] = {}
+    header: dict[str, Any] = {}
     end = 0
     for tensor in file.tensors:
         header[tensor.name] = {
@@ -106,6 +118,10 @@ def _write_sparse(path: Path, file: WeightFile) -> None:
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         out.truncate(8 + len(text) + end)
+        for tensor in file.tensors:
+            if tensor.name == ROPE:
+                out.seek(8 + len(text) + header[ROPE]["data_offsets"][0])
+                out.write(rope_table(*tensor.shape, FLINT.rope_theta).tobytes())
 
 
 def random_values(tensor: EngineTensor, weights: WeightFormat) -> Tensor:
@@ -113,9 +129,7 @@ def random_values(tensor: EngineTensor, weights: WeightFormat) -> Tensor:
     import torch
 
     name, shape = tensor.name, tensor.shape
-    if name == "rope":
-        from flint_builder.rope import rope_table
-
+    if name == ROPE:
         return torch.from_numpy(rope_table(shape[0], shape[1], FLINT.rope_theta)).cuda()
     if name.endswith(("norm",)):
         return 1 + 0.1 * torch.randn(shape, device="cuda")

@@ -18,9 +18,9 @@ from flint_builder import output as output_module
 from flint_builder import publish
 from flint_builder.output import check_output
 from flint_builder.publish import Staging
-from flint_runtime.engine import Engine
+from flint_runtime.engine import Engine, read_manifest
 from flint_runtime.errors import EngineError, UsageError
-from flint_runtime.manifest import FileEntry, Manifest
+from flint_runtime.manifest import FileEntry, Manifest, encode_manifest
 from tests.manifests import manifest
 from tests.permissions import without_override
 
@@ -32,7 +32,7 @@ def write(staging: Staging, generator: str) -> Manifest:
         path = staging.directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(generator)
-    return manifest(generator=generator, files=tuple(FileEntry(path=name, size=1, sha256="") for name in FILES))
+    return manifest(generator=generator, files=tuple(FileEntry(path=name, size=1, sha256="0" * 64) for name in FILES))
 
 
 def published(output: Path, generator: str, force: bool = False) -> None:
@@ -41,7 +41,7 @@ def published(output: Path, generator: str, force: bool = False) -> None:
 
 
 def generator_of(output: Path) -> str:
-    return Manifest.model_validate_json((output / "engine.json").read_text()).generator
+    return read_manifest(output).generator
 
 
 def test_publish_creates_parents_and_leaves_only_the_engine(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_failure_leaves_nothing(tmp_path: Path) -> None:
 
 def test_working_directory_never_opens(tmp_path: Path) -> None:
     with Staging(tmp_path / "engine", False) as staging:
-        (staging.directory / "engine.json").write_text(manifest().model_dump_json())
+        (staging.directory / "engine.json").write_bytes(encode_manifest(manifest()))
         with pytest.raises(EngineError, match="has not finished"):
             Engine.open(staging.directory)
 
@@ -235,7 +235,7 @@ def test_a_manifest_cannot_name_what_is_outside(tmp_path: Path, path: str) -> No
     output = tmp_path / "engine"
     (tmp_path / "outside").write_text("mine")
     published(output, "first")
-    old = manifest(files=tuple(FileEntry(path=name, size=1, sha256="") for name in (*FILES, path)))
+    old = manifest(files=tuple(FileEntry(path=name, size=1, sha256="0" * 64) for name in (*FILES, path)))
     (output / "engine.json").write_text(old.model_dump_json())
     published(output, "second", force=True)
     assert (tmp_path / "outside").read_text() == "mine" and Path("/etc/hostname").exists()

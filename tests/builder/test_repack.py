@@ -21,11 +21,11 @@ from flint_builder import repack
 from flint_builder.checkpoint import Checkpoint
 from flint_builder.checkpoint.names import gguf_name, scale_name
 from flint_builder.repack import round_to_bf16, write_weights
-from flint_builder.rope import inverse_frequencies, rope_table
 from flint_builder.weights import Recipe, WeightFile
 from flint_plugins import layout
 from flint_runtime.errors import CheckpointError
 from flint_runtime.manifest import FileEntry
+from flint_runtime.rope import inverse_frequencies, rope_table
 from tests.builder.checkpoint import tiny
 from tests.tools.checkpoints import Quantized
 

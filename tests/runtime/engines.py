@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from flint_runtime.executors.base import Executor
 from flint_runtime.executors.reference import ReferenceExecutor
 from flint_runtime.executors.step import Float32, RowSampling, SequencePart, build_step
 from flint_runtime.manifest import (
+    DIGEST_FIELD,
     FORMAT_VERSION,
     MANIFEST_NAME,
     PHASES,
@@ -26,6 +27,8 @@ from flint_runtime.manifest import (
     Manifest,
     Phase,
     WeightFormat,
+    encode_manifest,
+    manifest_digest,
 )
 
 
@@ -73,14 +76,29 @@ def build_reference_engine(
         notes={},
         files=tuple(entries),
     )
-    (directory / MANIFEST_NAME).write_text(manifest.model_dump_json())
+    (directory / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
     return directory
 
 
 def rewrite_manifest(directory: Path, **changes: object) -> None:
-    """Change entries of engine.json."""
-    path = directory / MANIFEST_NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    """Change entries of engine.json, and its digest with them, as a forger could."""
+    write_document(directory, json.loads((directory / MANIFEST_NAME).read_text()) | changes)
+
+
+def write_document(directory: Path, document: Mapping[str, object]) -> None:
+    """Write engine.json with the digest of its content."""
+    digest = manifest_digest(document)
+    (directory / MANIFEST_NAME).write_text(json.dumps({**document, DIGEST_FIELD: digest}))
+
+
+def rewrite_file(directory: Path, name: str, data: bytes) -> None:
+    """Replace a file of an engine, and its entry in engine.json with it."""
+    (directory / name).write_bytes(data)
+    files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
+    for entry in files:
+        if entry["path"] == name:
+            entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite_manifest(directory, files=files)
 
 
 def poison(executor: ReferenceExecutor) -> None:

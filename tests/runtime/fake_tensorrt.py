@@ -97,6 +97,10 @@ class _Plan:
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return tuple(-1 if isinstance(dim, str) else dim for dim in self.tensors[name].shape)
 
+    def get_tensor_profile_shape(self, name: str, index: int) -> list[tuple[int, ...]]:
+        assert index == 0
+        return list(self.profile[name])
+
     def create_execution_context(self, strategy: _Strategy) -> _Context:
         assert strategy == _Strategy.USER_MANAGED
         context = _Context(self)

@@ -21,6 +21,7 @@ from flint_runtime.llm import LLM
 from flint_runtime.sampling_params import SamplingParams
 from tests.command_lines import Ended, invoke
 from tests.permissions import without_override
+from tests.runtime.engines import rewrite_manifest
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +85,24 @@ def test_e4_verify_names_the_damaged_file(engine: Path, tmp_path: Path, name: st
 
 def test_e5_library_of_another_version(engine: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(engine, tmp_path / "copy"))
-    manifest = json.loads((copy / "engine.json").read_text())
-    (copy / "engine.json").write_text(json.dumps(manifest | {"plugins_version": "9.9.9"}))
+    rewrite_manifest(copy, plugins_version="9.9.9")
     shown = run_process("verify", copy)
     assert shown.returncode == 4
     assert "libflint_plugins.so is version" in shown.stderr and "9.9.9" in shown.stderr
+
+
+def test_verify_reports_a_changed_manifest(engine: Path, tmp_path: Path) -> None:
+    """With its old digest, and where the digest was made to fit."""
+    copy = Path(shutil.copytree(engine, tmp_path / "copy"))
+    path = copy / "engine.json"
+    document = json.loads(path.read_text())
+    document["model"]["rope_theta"] = 500000.0
+    path.write_text(json.dumps(document))
+    shown = run_process("verify", copy)
+    assert shown.returncode == 4 and "engine.json was changed after the build" in shown.stderr
+    rewrite_manifest(copy)
+    shown = run_process("verify", copy)
+    assert shown.returncode == 4 and "of the RoPE table is not that of rope_theta 500000.0" in shown.stderr
 
 
 def test_generate_streams_text(engine: Path) -> None:

@@ -6,6 +6,7 @@ tests/builder/test_bindings.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from flint_runtime.executors import cuda, tensorrt
 from flint_runtime.executors.step import RowSampling, SequencePart, Step, build_step
 from flint_runtime.executors.tensorrt import TensorRtExecutor
 from tests.manifests import manifest
+from tests.runtime.conftest import LIMITS
+from tests.runtime.engines import rewrite_manifest
 from tests.runtime.fake_cuda import FakeCuda
 from tests.runtime.fake_tensorrt import FakeTensorRt
 
@@ -93,16 +96,32 @@ def test_a_damaged_plan_is_refused_with_tensorrts_reason(
 def test_a_plan_of_another_graph_is_refused(
     trt: FakeTensorRt, directory: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = {"prefill": "decode", "decode": "prefill"}
-    monkeypatch.setattr(Engine, "plan_path", lambda self, phase: directory / f"plans/{phase}.plan")
-    monkeypatch.setattr(Engine, "graph_path", lambda self, phase: directory / f"graph/{plans[phase]}.onnx")
-    TensorRtExecutor(Engine.open(directory), plugins)  # The two have the same bindings,
     monkeypatch.setattr(
         tensorrt, "expected_bindings", lambda file: {"token_ids": (True, "INT8", (-1,)), "x": (True, "INT8", ())}
     )
-    message = r"does not fit graph/prefill\.onnx: it lacks x; positions is not in the graph"
+    message = r"does not fit graph/prefill\.onnx and the engine's limits: it lacks x; positions is not in the graph"
     with pytest.raises(EngineError, match=message):
         TensorRtExecutor(Engine.open(directory), plugins)
+
+
+def test_a_plan_of_the_other_phase_is_refused(
+    trt: FakeTensorRt, directory: Path, plugins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the same bindings, but takes other sizes."""
+    plans = {"prefill": "decode", "decode": "prefill"}
+    monkeypatch.setattr(Engine, "plan_path", lambda self, phase: directory / f"plans/{plans[phase]}.plan")
+    with pytest.raises(EngineError, match=r"it takes token_ids from \[1\] to \[8\], expected \[1\] to \[48\]"):
+        TensorRtExecutor(Engine.open(directory), plugins)
+
+
+@pytest.mark.parametrize("limit", [{"max_batch": 4}, {"prefill_chunk": 49}])
+def test_a_plan_of_other_limits_is_refused(
+    limit: dict[str, int], trt: FakeTensorRt, directory: Path, plugins: Path, tmp_path: Path
+) -> None:
+    engine = shutil.copytree(directory, tmp_path / "engine")
+    rewrite_manifest(engine, limits=LIMITS.model_dump() | limit)
+    with pytest.raises(EngineError, match=r"\.plan does not fit .* the engine's limits: it takes"):
+        TensorRtExecutor(Engine.open(engine), plugins)
 
 
 def test_differing_bindings_are_named() -> None:

@@ -23,7 +23,8 @@ from flint_runtime.engine import Engine
 from flint_runtime.errors import EngineError, UnsupportedError
 from flint_runtime.executors import cuda, gpu_memory
 from flint_runtime.executors.base import MAX_IN_FLIGHT, Executor, Pending, StepResult, too_many_in_flight
-from flint_runtime.executors.graph_file import GraphFile, load_graph
+from flint_runtime.executors.engine_check import load_graphs
+from flint_runtime.executors.graph_file import GraphFile
 from flint_runtime.executors.staging import (
     RESULT_ARRAYS,
     Array,
@@ -40,13 +41,12 @@ from flint_runtime.executors.states import (
     check_copies,
     check_sample_slot,
     count_row,
-    is_state,
     mask_row,
     pool_sizes,
 )
-from flint_runtime.executors.step import STEP_ARRAYS, Int32, Pools, Step, StepChecker, sampling_states, step_block
+from flint_runtime.executors.step import Int32, Pools, Step, StepChecker, sampling_states, step_block
 from flint_runtime.executors.weight_loader import plan_weights, upload_weights
-from flint_runtime.manifest import PHASES, Phase
+from flint_runtime.manifest import Phase
 
 Launch = Callable[[], object]
 """Puts a run of the graph on the executor's stream and returns at once."""
@@ -145,7 +145,7 @@ class GpuExecutor(Executor):
         self._checker = StepChecker(self.config, self.limits, self._pools)
         self.check_here(engine, library)
         layout = plan_weights(engine.weight_paths())
-        self.files: dict[Phase, GraphFile] = {phase: self._load(phase, layout.tensors) for phase in PHASES}
+        self.files: dict[Phase, GraphFile] = load_graphs(engine, layout.tensors)
         self._states = States(self.files.values())
         self._layout: StateLayout = self._states.layout(self._pools)
         arena_bytes = self._open_graphs(library or _default_library(engine))
@@ -184,8 +184,7 @@ class GpuExecutor(Executor):
         manifest = engine.manifest
         try:
             path = library or _default_library(engine)
-            # Which ops it must have, the graphs say: an older engine's library lacks newer ones.
-            info = check_library(path, version=manifest.plugins_version, layout_version=manifest.layout_version, ops=())
+            info = check_library(path, version=manifest.plugins_version, layout_version=manifest.layout_version)
         except LibraryError as error:
             raise EngineError(str(error)) from None
         if architecture not in info.architectures:
@@ -206,18 +205,6 @@ class GpuExecutor(Executor):
             slot.free()
         self._uploads.free()
         self._stream.free()
-
-    def _load(self, phase: Phase, weights: Mapping[str, object]) -> GraphFile:
-        """Read a phase's graph and check that everything it reads will be there."""
-        file = load_graph(self.engine.graph_path(phase))
-        known = {*STEP_ARRAYS, *weights}
-        missing = sorted(name for name, given in file.inputs.items() if name not in known and not is_state(given))
-        if missing:
-            raise EngineError(
-                f"Engine {self.engine.directory}: no weight file holds {', '.join(missing[:5])}, an input of "
-                f"{phase}.onnx. Rebuild it."
-            )
-        return file
 
     # --- Who runs the graph -------------------------------------------------------------------------------------------
 

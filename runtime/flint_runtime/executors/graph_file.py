@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
-from flint_plugins.ops import DOMAIN, OPS, DType, FieldValue, SchemaError
+from flint_plugins.ops import DOMAIN, OPS, VERSION, DType, FieldValue, SchemaError
+from flint_runtime.engine import CURE
 from flint_runtime.errors import EngineError
 
 _DTYPES: dict[int, DType] = {
@@ -17,7 +19,9 @@ _DTYPES: dict[int, DType] = {
     onnx.TensorProto.INT32: "i32",
     onnx.TensorProto.INT8: "i8",
 }
-_PLUGIN_ATTRIBUTES = ("plugin_version", "plugin_namespace")
+_PLUGIN_ATTRIBUTES = {"plugin_version": VERSION, "plugin_namespace": DOMAIN}
+_NAME = re.compile(r"[!-~]{1,200}")
+_MAX_BYTES = 64 << 20
 
 Dim = int | str
 """A size, or the name of one that varies ("T")."""
@@ -72,38 +76,83 @@ class GraphFile:
 
 
 def parse_graph(model: onnx.ModelProto) -> GraphFile:
-    """The graph of an ONNX model. Raises SchemaError where it is none of plugin nodes only."""
-    nodes = []
-    for node in model.graph.node:
-        if node.domain != DOMAIN or node.op_type not in OPS:
-            raise SchemaError(f"node {node.name} is {node.domain}.{node.op_type}, which is no plugin of ours")
+    """The graph of an ONNX model. Raises SchemaError where it is anything but plugin nodes over named tensors."""
+    graph = model.graph
+    for name, parts in (
+        ("functions", model.functions),
+        ("training_info", model.training_info),
+        ("initializer", graph.initializer),
+        ("sparse_initializer", graph.sparse_initializer),
+    ):
+        if parts:
+            raise SchemaError(f"it has {name}; a graph of ours has none")
+    return GraphFile(_tensors(graph.input), tuple(map(_node, graph.node)), _tensors(graph.output))
+
+
+def _node(node: onnx.NodeProto) -> GraphNode:
+    name = _name(node.name)
+    if node.domain != DOMAIN or node.op_type not in OPS:
+        raise SchemaError(f"node {name} is {node.domain!r:.80}.{node.op_type!r:.80}, which is no plugin of ours")
+    try:
         fields: dict[str, FieldValue] = {}
         for attribute in node.attribute:
-            value = onnx.helper.get_attribute_value(attribute)
-            if attribute.name not in _PLUGIN_ATTRIBUTES:
-                fields[attribute.name] = value.decode() if isinstance(value, bytes) else value
-        try:
-            OPS[node.op_type].check_fields(fields)
-        except SchemaError as error:
-            raise SchemaError(f"node {node.name}: {error}") from None
-        nodes.append(GraphNode(node.name, node.op_type, fields, tuple(node.input), tuple(node.output)))
-    return GraphFile(_tensors(model.graph.input), tuple(nodes), _tensors(model.graph.output))
+            if attribute.name in fields:
+                raise SchemaError(f"field {attribute.name!r:.80} comes twice")
+            fields[attribute.name] = _field_value(attribute)
+        for given, wanted in _PLUGIN_ATTRIBUTES.items():
+            if (found := fields.pop(given, None)) != wanted:
+                raise SchemaError(f"{given} must be {wanted!r}, found {found!r:.80}")
+        OPS[node.op_type].check_fields(fields)
+        inputs, outputs = (tuple(map(_name, names)) for names in (node.input, node.output))
+    except SchemaError as error:
+        raise SchemaError(f"node {name}: {error}") from None
+    return GraphNode(name, node.op_type, fields, inputs, outputs)
+
+
+def _field_value(attribute: onnx.AttributeProto) -> FieldValue:
+    if attribute.type == onnx.AttributeProto.INT:
+        return int(attribute.i)
+    if attribute.type == onnx.AttributeProto.FLOAT:
+        return float(attribute.f)
+    if attribute.type == onnx.AttributeProto.STRING:
+        return bytes(attribute.s).decode("ascii", "replace")
+    raise SchemaError(f"field {attribute.name!r:.80} has ONNX attribute type {attribute.type}")
+
+
+def _name(name: object) -> str:
+    """A name that logs, messages and C strings take as it is; protobuf hands out bytes for what is no UTF-8."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SchemaError(f"{name!r:.80} is no name of a node or tensor")
+    return name
 
 
 def _tensors(values: Iterable[onnx.ValueInfoProto]) -> dict[str, GraphTensor]:
-    found = {}
+    found: dict[str, GraphTensor] = {}
     for value in values:
-        tensor = value.type.tensor_type
+        name, tensor = _name(value.name), value.type.tensor_type
+        if name in found:
+            raise SchemaError(f"tensor {name} comes twice")
         if tensor.elem_type not in _DTYPES:
-            raise SchemaError(f"tensor {value.name} has ONNX type {tensor.elem_type}")
-        shape = tuple(dim.dim_param or dim.dim_value for dim in tensor.shape.dim)
-        found[value.name] = GraphTensor(_DTYPES[tensor.elem_type], shape)
+            raise SchemaError(f"tensor {name} has ONNX type {tensor.elem_type}")
+        shape = tuple(_name(dim.dim_param) if dim.dim_param else int(dim.dim_value) for dim in tensor.shape.dim)
+        found[name] = GraphTensor(_DTYPES[tensor.elem_type], shape)
     return found
 
 
 def load_graph(path: Path) -> GraphFile:
     """Read an ONNX file. Raises EngineError where it is damaged or holds anything but plugin nodes."""
     try:
-        return parse_graph(onnx.load(path))
-    except Exception as error:  # protobuf and onnx raise types of their own
-        raise EngineError(f"{path} cannot be read: {error}. Copy the engine again or rebuild it.") from None
+        return parse_graph(_load_model(path))
+    except (OSError, SchemaError) as error:
+        raise EngineError(f"{path} cannot be read: {error!s:.500}. {CURE}") from None
+
+
+def _load_model(path: Path) -> onnx.ModelProto:
+    with path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise SchemaError(f"it is longer than {_MAX_BYTES >> 20} MiB")
+    try:
+        return onnx.load_model_from_string(data)  # Unlike onnx.load, it follows no reference to another file.
+    except Exception as error:  # protobuf raises types of its own
+        raise SchemaError(str(error)) from None

@@ -1,7 +1,7 @@
 """The reference executor: walks an engine's ONNX graph node by node with PyTorch on the CPU.
 
 Slow and plain on purpose: it is what the plugins are compared with, and it needs no GPU. Every node is checked against
-its op's schema, before and after it runs. Importing this module imports torch.
+its op's schema, before and after it runs, with the sizes of the step. Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flint_plugins.ops import OPS, DType, FieldValue, Op, SchemaError
-from flint_runtime.engine import Engine
+from flint_runtime.engine import CURE, Engine
 from flint_runtime.errors import EngineError, FlintError, ResourceError
 from flint_runtime.executors.base import MAX_IN_FLIGHT, Executor, Pending, StepResult, too_many_in_flight
-from flint_runtime.executors.graph_file import GraphFile, load_graph
+from flint_runtime.executors.engine_check import load_graphs
+from flint_runtime.executors.graph_file import GraphFile
 from flint_runtime.executors.reference_ops import REFERENCE_OPS
 from flint_runtime.executors.reference_weights import DEFAULT_BUDGET_BYTES, WeightCache
 from flint_runtime.executors.staging import RESULT_ARRAYS
@@ -30,11 +31,11 @@ from flint_runtime.executors.states import (
     check_copies,
     check_sample_slot,
     count_row,
-    is_state,
     mask_row,
 )
-from flint_runtime.executors.step import STEP_ARRAYS, Pools, Step, StepChecker, sampling_states
-from flint_runtime.manifest import PHASES, Phase
+from flint_runtime.executors.step import Pools, Step, StepChecker, sampling_states
+from flint_runtime.executors.weight_file import read_headers
+from flint_runtime.manifest import Phase
 
 _TORCH_TYPES: dict[DType, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -105,22 +106,15 @@ class ReferenceExecutor(Executor):
         self._pools = Pools(0, 0, 0)
         self._checker = StepChecker(self.config, self.limits, self._pools)
         self._weights: dict[str, Tensor] = {}
-        for path in engine.weight_paths():
+        paths = engine.weight_paths()
+        files = load_graphs(engine, read_headers(paths))
+        for path in paths:
             try:
                 self._weights |= load_file(path)
             except Exception as error:  # safetensors raises its own types for what a damaged file may cause
-                raise EngineError(f"{path} cannot be read: {error}. Copy the engine again or rebuild it.") from None
-        files = {phase: load_graph(engine.graph_path(phase)) for phase in PHASES}
+                raise EngineError(f"{path} cannot be read: {error}. {CURE}") from None
         self._states = States(files.values())
         self._graphs: dict[Phase, _Graph] = {phase: _graph(file) for phase, file in files.items()}
-        known = {*self._weights, *STEP_ARRAYS}
-        for phase, file in files.items():
-            missing = sorted(name for name, given in file.inputs.items() if name not in known and not is_state(given))
-            if missing:
-                raise EngineError(
-                    f"Engine {engine.directory}: no weight file holds {', '.join(missing[:5])}, an input of "
-                    f"{phase}.onnx. Rebuild it."
-                )
 
     @classmethod
     def open(cls, directory: Path) -> ReferenceExecutor:

@@ -23,6 +23,7 @@ from flint_runtime.errors import EngineError, UnsupportedError
 from flint_runtime.executors import cuda
 from flint_runtime.executors.gpu import GpuExecutor, Launch
 from flint_runtime.executors.graph_file import GraphFile
+from flint_runtime.executors.host_graph import size_ranges
 from flint_runtime.executors.staging import ALIGNMENT
 from flint_runtime.manifest import Backend, Phase
 
@@ -38,7 +39,8 @@ DATA_TYPES: dict[DType, str] = {"bf16": "BF16", "f32": "FLOAT", "i32": "INT32", 
 _MAX_QUOTED = 4
 """Messages that an error quotes."""
 
-TensorInfo = tuple[bool, str, tuple[int, ...]]
+Shape = tuple[int, ...]
+TensorInfo = tuple[bool, str, Shape]
 """Of a binding: whether it is an input, its type's name in `DataType`, its shape with -1 where a size varies."""
 
 
@@ -125,9 +127,11 @@ class _Context:
                 f"{path} cannot be loaded: {session.quoted()}. Check it with run-engine verify, or rebuild the engine."
             )
         problems = binding_problems(expected_bindings(file), plan_bindings(session.trt, plan))
+        problems = problems or profile_problems(expected_profile(engine, phase, file), plan)
         if problems:
             raise EngineError(
-                f"{path} does not fit graph/{phase}.onnx: {'; '.join(problems[:_MAX_QUOTED])}. Rebuild the engine."
+                f"{path} does not fit graph/{phase}.onnx and the engine's limits: {'; '.join(problems[:_MAX_QUOTED])}. "
+                "Rebuild the engine."
             )
         self._session, self._phase = session, phase
         # TensorRT wants the runtime and the plan to outlive the context.
@@ -207,6 +211,24 @@ def binding_problems(expected: Mapping[str, TensorInfo], found: Mapping[str, Ten
         for name, info in expected.items()
         if name in found and found[name] != info
     ]
+    return problems
+
+
+def expected_profile(engine: Engine, phase: Phase, file: GraphFile) -> dict[str, tuple[Shape, Shape]]:
+    """Least and greatest shape of every input that varies, which a phase's plan must take."""
+    ranges = size_ranges(engine.manifest.model, engine.manifest.limits, phase)
+    least, most = (file.dynamic_shapes({name: sizes[i] for name, sizes in ranges.items()}) for i in (0, 2))
+    return {name: (least[name], most[name]) for name in least}
+
+
+def profile_problems(expected: Mapping[str, tuple[Shape, Shape]], plan: Any) -> list[str]:
+    """How a plan's optimization profile differs from it: the plan of another phase, or of other limits."""
+    problems = []
+    for name, (least, most) in expected.items():
+        found_least, _, found_most = map(tuple, plan.get_tensor_profile_shape(name, 0))
+        if (found_least, found_most) != (least, most):
+            found, wanted = (f"{list(a)} to {list(b)}" for a, b in ((found_least, found_most), (least, most)))
+            problems.append(f"it takes {name} from {found}, expected {wanted}")
     return problems
 
 

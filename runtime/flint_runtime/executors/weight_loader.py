@@ -6,16 +6,15 @@ form that it has on the GPU (preadv leaves the gaps), so it is one copy however 
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flint_plugins.ops import DType
 from flint_runtime.errors import EngineError
 from flint_runtime.executors import cuda
+from flint_runtime.executors.weight_file import StoredTensor, read_headers
 
 ALIGNMENT = 256
 CHUNK_BYTES = 16 << 20
@@ -24,17 +23,6 @@ _BUFFERS = 2
 """Per reader: one is filled while the other is copied."""
 _MAX_PIECES = 512
 """Of one chunk; preadv takes at most 1024."""
-_DTYPES: dict[str, DType] = {"BF16": "bf16", "F32": "f32", "I32": "i32", "I8": "i8"}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file: type, shape, first byte in the file, bytes."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int
-    size: int
 
 
 @dataclass
@@ -66,51 +54,33 @@ class WeightLayout:
     size: int
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, in the order of their bytes. Raises EngineError where it is damaged."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            entries = json.loads(file.read(min(length, 1 << 28)))
-        start, end = 8 + length, path.stat().st_size
-        found = {}
-        for name, entry in entries.items():
-            if name == "__metadata__":
-                continue
-            first, last = entry["data_offsets"]
-            if not 0 <= first <= last <= end - start:
-                raise ValueError(f"tensor {name} ends behind the file")
-            found[name] = StoredTensor(_DTYPES[entry["dtype"]], tuple(entry["shape"]), start + first, last - first)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"{path} cannot be read: {error!r}. Copy the engine again or rebuild it.") from None
-    return dict(sorted(found.items(), key=lambda item: item[1].offset))
-
-
 def plan_weights(paths: Sequence[Path], chunk_bytes: int = CHUNK_BYTES) -> WeightLayout:
     """Lay out the tensors of several files. Raises EngineError where one is damaged or a name comes twice."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors = read_headers(paths)
     offsets: dict[str, int] = {}
     chunks: list[Chunk] = []
+    chunk: Chunk | None = None
     end = 0
-    for path in paths:
-        chunk: Chunk | None = None
-        for name, tensor in read_header(path).items():
-            if name in tensors:
-                raise EngineError(f"{path}: tensor {name} is in another weight file, too. Rebuild the engine.")
-            end = -(-end // ALIGNMENT) * ALIGNMENT
-            tensors[name], offsets[name] = tensor, end
-            done = 0
-            while done < tensor.size:
-                room = chunk_bytes - (end - chunk.start) if chunk else 0
-                position = tensor.offset + done
-                follows = chunk is not None and position == chunk.offset + sum(size for _, size in chunk.pieces)
-                if chunk is None or room <= 0 or not follows or len(chunk.pieces) == _MAX_PIECES:
-                    chunk, room = Chunk(path, position, end), chunk_bytes
-                    chunks.append(chunk)
-                size = min(room, tensor.size - done)
-                chunk.pieces.append((end - chunk.start, size))
-                done, end = done + size, end + size
+    for name, tensor in tensors.items():
+        end = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets[name] = end
+        done = 0
+        while done < tensor.size:
+            room = chunk_bytes - (end - chunk.start) if chunk else 0
+            position = tensor.offset + done
+            if chunk is None or room <= 0 or not _follows(chunk, tensor.path, position):
+                chunk, room = Chunk(tensor.path, position, end), chunk_bytes
+                chunks.append(chunk)
+            size = min(room, tensor.size - done)
+            chunk.pieces.append((end - chunk.start, size))
+            done, end = done + size, end + size
     return WeightLayout(tensors, offsets, chunks, end)
+
+
+def _follows(chunk: Chunk, path: Path, position: int) -> bool:
+    """Whether a piece at this place of a file may be the next of a chunk."""
+    end = chunk.offset + sum(size for _, size in chunk.pieces)
+    return (path, position) == (chunk.path, end) and len(chunk.pieces) < _MAX_PIECES
 
 
 def upload_weights(layout: WeightLayout, address: int, progress: Callable[[int], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The RoPE table of the sliding layers."""
+"""The RoPE table of the sliding layers: the builder writes it, and opening an engine compares it with rope_theta."""
 
 from __future__ import annotations
 
@@ -33,3 +33,13 @@ def rope_rows(first: int, last: int, dim: int, theta: float) -> npt.NDArray[np.f
 def rope_table(rows: int, dim: int, theta: float) -> npt.NDArray[np.float32]:
     """The whole table: float32 [rows, dim]; see `rope_rows`."""
     return rope_rows(0, rows, dim, theta)
+
+
+def is_rope_row(row: npt.NDArray[np.float32], position: int, theta: float) -> bool:
+    """Whether `row`, float32 [dim], is the table's at a position, up to what another machine's power may differ."""
+    with np.errstate(all="ignore"):
+        angle = np.float32(position) * inverse_frequencies(len(row), theta)
+        wanted = rope_rows(position, position + 1, len(row), theta)[0]
+        # One unit in the last place of a frequency, and one of the product.
+        tolerance = (np.concatenate([angle, angle]) + 1) * 2.0**-22
+        return wanted.shape == row.shape and bool((np.abs(wanted - row) <= tolerance).all())
