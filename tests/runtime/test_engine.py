@@ -264,7 +264,7 @@ def test_a_key_that_comes_twice_is_refused(directory: Path) -> None:
     """Readers differ in which value they take."""
     path = directory / "engine.json"
     path.write_text(path.read_text().replace("{", '{"generator": "other",', 1))
-    with pytest.raises(EngineError, match="has a key twice"):
+    with pytest.raises(EngineError, match="occurs twice in an object"):
         Engine.open(directory)
 
 
