@@ -5,6 +5,9 @@ step takes chunks of prompts. While streams are running the two alternate, and a
 as keep it near a target duration. Whoever came first gets a place first, and keeps it when memory runs out: then the
 latest running sequence gives its place back and is computed anew later. Among prompts with a place the first does not
 take all: it leaves half of a step to those behind it, so that a short one need not wait for the end of a long one.
+
+A prompt that begins like an earlier one goes on from where that one's sliding state was kept (see `kv_cache`): at the
+end of its prompt or answer, or where prompts parted from it often enough to be worth a cut.
 """
 
 from __future__ import annotations
