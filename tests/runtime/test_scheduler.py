@@ -390,7 +390,7 @@ def test_prompts_are_cut_where_they_part(
 ) -> None:
     monkeypatch.setattr(module, "_STEP_TOKENS", 384)
     driver, head = Driver(), list(range(-192, 0))
-    found = []
+    found: list[dict[int, int]] = []
     while len(found) < len(steps):
         if not driver.scheduler.running:
             driver.add(192 + tail, 1, head=head)
