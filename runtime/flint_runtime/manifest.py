@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime.config import ModelConfig
 
 FORMAT_VERSION = 3
@@ -65,8 +66,11 @@ class Limits(_Part):
 
 
 def ring_tokens(sliding_window: int) -> int:
-    """Tokens of one sliding slot: the window and what one decode step writes, rounded up."""
-    tokens = sliding_window + LOW_LATENCY_TOKENS
+    """Tokens of one sliding slot: the window, a page and what one decode step writes, rounded up.
+
+    With the page a sequence that comes to its end has still the state at its last page boundary, to be used again.
+    """
+    tokens = sliding_window + PAGE_TOKENS + LOW_LATENCY_TOKENS
     return -(-tokens // RING_GRANULE) * RING_GRANULE
 
 

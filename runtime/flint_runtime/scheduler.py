@@ -5,13 +5,18 @@ step takes chunks of prompts. While streams are running the two alternate, and a
 as keep it near a target duration. Whoever came first gets a place first, and keeps it when memory runs out: then the
 latest running sequence gives its place back and is computed anew later. Among prompts with a place the first does not
 take all: it leaves half of a step to those behind it, so that a short one need not wait for the end of a long one.
+
+A prompt that begins like an earlier one goes on from where that one's sliding state was kept (see `kv_cache`): at the
+end of its prompt or answer, or where prompts parted from it often enough to be worth a cut.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime.kv_cache import KVCacheManager
@@ -19,16 +24,13 @@ from flint_runtime.manifest import LOW_LATENCY_TOKENS, Limits, Phase
 from flint_runtime.prefill_budget import PrefillBudget
 from flint_runtime.sequence import Sequence, Status
 
-# An extra cut of a prompt costs a short step: on an H200 about 20 ms, as 512 tokens take 29 ms and 8,192 take 131 ms.
-_CUT_TOKENS = 4096
-"""Prompts of which so many tokens must be computed are cut at their last page boundary, so that the sliding state there
-can be kept: it is a quarter more at worst, and whoever comes back saves all of it. Shorter prompts are kept where it
-costs nothing: where the ring still has the boundary, and at the boundaries that their answers cross."""
-_SHARED_CUT_TOKENS = 1024
-"""The same for the boundary up to which another prompt had the same pages: others with this prefix are likely."""
+_STEP_TOKENS = 512
+"""What one more short step costs, in tokens of a longer one: on an H200 8 to 10 ms, and 512 tokens take 18 ms, 64 take
+8. A prompt is cut where it parts from what is cached, so that the sliding state there can be kept, once the tokens that
+were computed again for want of it come to that: so the cut costs no more than was lost, whoever comes back or not."""
 _SPACING_TOKENS = 8192
 """Of a longer prompt, the state at the end of a chunk is kept where the last one kept is so far back, for prompts that
-begin in the same way. It costs no step, but a snapshot as much memory as 1,382 tokens of pages."""
+begin in the same way. It costs no step, but a snapshot as much memory as 1,480 tokens of pages."""
 
 
 @dataclass(slots=True)
@@ -200,7 +202,8 @@ class Scheduler:
         False where there is none: either it comes with the steps in flight, or this sequence had to go.
         """
         start = sequence.num_computed
-        self._keep_prefix(sequence)
+        # The first time its prompt has come to its end. Its answer's end is kept when it leaves its place.
+        self._keep_prefix(sequence, end=not sequence.next_boundary)
         while not self._kv.grow(sequence.table, start + 1):
             if self._leaving:
                 return False
@@ -239,7 +242,7 @@ class Scheduler:
             count = self._chunk(sequence, most)
             if not count:
                 break
-            self._keep_prefix(sequence)
+            self._keep_prefix(sequence, end=False)
             room.take(sequence, count)
             step.sequences.append(sequence)
             step.starts.append(start)
@@ -249,7 +252,8 @@ class Scheduler:
         for index in reversed(range(len(step.sequences))):
             sequence, count = step.sequences[index], step.counts[index]
             room.take(sequence, count, -1)
-            step.counts[index] = max(count, self._chunk(sequence, room.most(sequence)))
+            # Less than before where a prompt that came later asked for a cut.
+            step.counts[index] = self._chunk(sequence, max(count, room.most(sequence)))
             room.take(sequence, step.counts[index])
         for sequence, start, count in zip(step.sequences, step.starts, step.counts, strict=True):
             step.work += PrefillBudget.work(start, count)
@@ -299,47 +303,59 @@ class Scheduler:
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += cached
         sequence.admitted = True
-        total = sequence.num_tokens
-        last = (total - 1) // PAGE_TOKENS * PAGE_TOKENS
         sequence.boundaries = []
-        if table.shared_tokens - cached >= _SHARED_CUT_TOKENS:
-            sequence.boundaries.append(table.shared_tokens)
-        if last - cached >= _CUT_TOKENS and total - last > self._kv.slack and last not in sequence.boundaries:
-            sequence.boundaries.append(last)
+        shared, missed = table.shared_tokens, table.missed_tokens
+        if shared > cached and missed >= _STEP_TOKENS and not self._kv.holds(sequence.num_tokens, shared):
+            sequence.boundaries.append(shared)
         return sequence
 
     def _is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether a prompt in work has yet to compute tokens that this one shares, and enough to be worth the wait."""
-        if sequence.wants_prompt_logprobs or not self._kv.config.enable_prefix_caching:
+        """Whether a prompt in work has yet to compute tokens that this one shares, and enough to be worth the wait.
+
+        That prompt is then cut where the two part, unless its sliding state there can be had without.
+        """
+        kv = self._kv
+        keeps = kv.config.enable_prefix_caching and (kv.keeps_snapshots or not kv.config.has_sliding_layers)
+        if sequence.wants_prompt_logprobs or not keeps:
             return False
-        tokens = sequence.tokens
         for other in self.running:
-            # At least a page more than is computed, and as much behind its last snapshot as is worth another.
-            end = max(other.num_computed + PAGE_TOKENS, other.kept_boundary + _CUT_TOKENS)
-            if end > min(len(other.tokens), len(tokens)):
+            done = other.num_computed
+            if other.num_tokens - done == 1:
                 continue
-            first = end - PAGE_TOKENS  # Compared first, as most prompts differ there.
-            if tokens[first:end] == other.tokens[first:end] and tokens[:first] == other.tokens[:first]:
-                return True
+            shared = _common_pages(sequence.tokens, other.tokens, done)
+            if shared == done:
+                continue
+            planned = [boundary for boundary in other.boundaries if done < boundary <= shared]
+            # The wait costs a step, and where the other one must be cut for it, one more.
+            if planned:
+                least, end = _STEP_TOKENS, planned[-1]
+            else:
+                least, end = 2 * _STEP_TOKENS, shared
+            head = sequence.tokens[:end]
+            alike = sum(one.tokens[:end] == head for one in islice(self.waiting, self._limits.max_batch))
+            if (end - kv.usable(sequence.tokens)) * alike < least:
+                continue
+            if not planned and not kv.holds(other.num_tokens, shared):
+                insort(other.boundaries, shared)
+            return True
         return False
 
-    def _keep_prefix(self, sequence: Sequence) -> None:
-        """Register a sequence's full pages, and keep its sliding state at the last boundary if that is still there."""
+    def _keep_prefix(self, sequence: Sequence, *, end: bool) -> None:
+        """Register a sequence's full pages, and keep its sliding state at the last boundary where that is wanted.
+
+        Args:
+            end: of its prompt, or of all that it computes.
+        """
         kv, table = self._kv, sequence.table
         computed = min(sequence.num_computed, len(sequence.tokens))
-        if computed // PAGE_TOKENS == 0:
+        boundary = computed // PAGE_TOKENS * PAGE_TOKENS
+        if boundary <= table.cached_tokens:
             return
         kv.register(table, sequence.tokens, computed)
-        boundary = computed // PAGE_TOKENS * PAGE_TOKENS
+        wanted = end or boundary in sequence.boundaries or boundary - sequence.kept_boundary >= _SPACING_TOKENS
         written = max(sequence.num_written, sequence.num_computed)
-        if boundary <= table.cached_tokens or written - boundary > kv.slack:
-            return
-        prompt_end = (sequence.num_prompt - 1) // PAGE_TOKENS * PAGE_TOKENS
-        chosen = boundary in sequence.boundaries or boundary - sequence.kept_boundary >= _SPACING_TOKENS
-        if sequence.num_tokens - sequence.num_computed > 1 and not chosen:
-            return
-        sequence.kept_boundary = boundary
-        kv.snapshot(table, boundary, rolling=boundary > prompt_end)
+        if wanted and kv.snapshot(table, boundary, written):
+            sequence.kept_boundary = boundary
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -360,7 +376,7 @@ class Scheduler:
             # Where nothing was forbidden, the logits were not finite, and what was found may be the reason.
             self._kv.forget(sequence.table, found=not sequence.constrained)
         else:
-            self._keep_prefix(sequence)
+            self._keep_prefix(sequence, end=True)
         self._kv.close(sequence.table)
         del sequence.table
         if sequence in self._admitted:
@@ -372,3 +388,14 @@ class Scheduler:
             while index < len(self.waiting) and self.waiting[index].number < sequence.number:
                 index += 1
             self.waiting.insert(index, sequence)
+
+
+def _common_pages(a: list[int], b: list[int], start: int) -> int:
+    """Tokens that two prompts have in common: full pages, of `a` all but the last token; `start` where not more."""
+    end, most = start // PAGE_TOKENS * PAGE_TOKENS + PAGE_TOKENS, min(len(a) - 1, len(b))
+    # Their next page first, as most prompts differ there.
+    if end > most or a[start:end] != b[start:end] or a[:start] != b[:start]:
+        return start
+    while end + PAGE_TOKENS <= most and a[end : end + PAGE_TOKENS] == b[end : end + PAGE_TOKENS]:
+        end += PAGE_TOKENS
+    return end

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from flint_runtime import scheduler
 from flint_runtime.engine_core import EngineCore
 from flint_runtime.manifest import Limits
 from tests.bench.bench_serving import Serving, add_to_results, line
@@ -36,10 +35,9 @@ def test_interference(serving: Serving) -> None:
     check_idle(serving.core)
 
 
-def test_prefix(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_SPACING_TOKENS", 64)
+def test_prefix(serving: Serving) -> None:
     first, second = serving.prefix(shared=500, own=20, rounds=2)
-    assert first.tokens == 520 and second.tokens == 520 - 256 and "256 tokens of it cached" in second.note
+    assert first.tokens == 520 and second.tokens == 520 - 448 and "448 tokens of it cached" in second.note
     check_idle(serving.core)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flint_plugins.ops import PAGE_TOKENS
+from flint_runtime.manifest import ring_tokens
 from tests.gpu.ops import run_op
 
 DEVICE = "cuda"
@@ -309,7 +310,7 @@ def test_windows_that_leave_blocks_of_a_cluster_without_keys() -> None:
     make_case("sliding", "decode", [(length - 1, 1) for length in lengths]).check()
 
 
-@pytest.mark.parametrize("ring", [RING, RING + 1, RING + 5, RING + 16])
+@pytest.mark.parametrize("ring", [RING, RING + 1, RING + 5, RING + 16, ring_tokens(WINDOW)])
 def test_wrapped_rings_with_the_new_key_anywhere_in_its_chunk(ring: int) -> None:
     """A step's own key is read later than the rest of its chunk; rings end within a chunk or between two."""
     for length in range(1050, 1066):

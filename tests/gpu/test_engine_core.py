@@ -17,7 +17,7 @@ import pytest
 
 from flint_plugins.library import find_library
 from flint_plugins.ops import PAGE_TOKENS
-from flint_runtime import scheduler, sequence
+from flint_runtime import sequence
 from flint_runtime.engine import Engine
 from flint_runtime.engine_core import CoreConfig, EngineCore
 from flint_runtime.executors import cuda
@@ -109,12 +109,11 @@ def test_64_mixed_requests(case: Case) -> None:
     check_idle(core)
 
 
-def test_a_cached_prefix_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """K10: the first request's prompt is cut where the second one begins, so that the same kernels compute the rest.
-    Meanwhile the first one has overwritten its ring more than once."""
-    monkeypatch.setattr(scheduler, "_CUT_TOKENS", 64)
+def test_a_cached_prefix_gives_the_same_bits(case: Case) -> None:
+    """K10: the first request's prompt is longer than a chunk, which ends where the second one begins, so that the same
+    kernels compute the rest. Meanwhile the first one has overwritten its ring more than once."""
     core = case.core(sequences=1)
-    first = request("first", prompt(158, 1), 120, logprobs=3)
+    first = request("first", prompt(PREFILL_CHUNK + 30, 1), 120, logprobs=3)
     found = run(core, [first, replace(first, request_id="second")])
     assert found.last("first").cached_tokens == 0 and found.last("second").cached_tokens == 128
     first_tokens, second_tokens = ([t for o in found.outputs[name] for t in o.tokens] for name in ("first", "second"))
@@ -122,10 +121,21 @@ def test_a_cached_prefix_gives_the_same_bits(case: Case, monkeypatch: pytest.Mon
     case.check(first, found.tokens("first"))
 
 
+def test_a_common_head_with_different_tails(case: Case) -> None:
+    """K10: a ring that was not full serves a prefix in its middle."""
+    core = case.core(sequences=1)
+    head = prompt(70, 2)
+    for i in range(3):
+        one = request(str(i), [*head, *prompt(25, 10 + i)], 60)
+        found = run(core, [one])
+        assert found.last(one.request_id).cached_tokens == (64 if i else 0)
+        case.check(one, found.tokens(one.request_id))
+
+
 def test_preemption_resumes(case: Case) -> None:
     """K9: what was preempted is prefilled again, by other kernels than those that decoded it."""
     requests = [request(str(i), prompt(60, i), 75) for i in range(3)]
-    core = case.core(pages=5, sequences=3, snapshots=1, max_model_len=192)
+    core = case.core(pages=6, sequences=3, snapshots=1, max_model_len=192)
     found = run(core, requests)
     assert core.stats().preemptions > 0
     for one in requests:

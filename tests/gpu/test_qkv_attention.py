@@ -19,6 +19,7 @@ from torch import Tensor
 from flint_plugins.ops import PAGE_TOKENS, FieldValue
 from flint_runtime.executors.reference_ops import REFERENCE_OPS
 from flint_runtime.executors.reference_weights import WeightCache
+from flint_runtime.manifest import ring_tokens
 from tests.gpu import torch_oracle as oracle
 from tests.gpu.inputs import FORMATS
 from tests.gpu.ops import run_op, same_bits
@@ -27,7 +28,7 @@ from tests.gpu.test_decode_ops import SHAPES, places, qkv_case, qkv_weights, wri
 
 OP = "NormQkvAttention"
 DEVICE = "cuda"
-WINDOWS = {"flint": (513, 528), "nano": (33, 48)}
+WINDOWS = {"flint": (513, ring_tokens(513)), "nano": (33, ring_tokens(33))}
 """Keys of a window, tokens of a ring."""
 CONTEXTS = (0, 1, 63, 64, 65, 511, 512, 513, 514, 515, 1023, 1024, 1537, 4000)
 STEPS = {

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from flint_runtime.engine_core import EngineCore
-from flint_runtime.kv_cache.prefix_tree import NONE, PrefixNode
+from flint_runtime.kv_cache.prefix_tree import NONE, PrefixNode, Snapshot
 from flint_runtime.request import CoreOutput, EngineRequest, Grammar
 from flint_runtime.sampling_params import SamplingParams
 from flint_runtime.sequence import Sequence
@@ -108,10 +108,18 @@ def check_accounting(core: EngineCore) -> None:
     assert {id(n) for n in nodes if n.page != NONE} == {id(n) for n in kv._node_of.values()}
     assert all(kv._node_of[n.page] is n and n.page in pool._kept for n in nodes if n.page != NONE)
     assert len(pool._kept) == len(kv._node_of)
-    assert {n.snapshot: id(n) for n in nodes if n.snapshot != NONE} == {s: id(n) for s, n in kv._snapshots.items()}
+    # A snapshot is where the books say: at the longest prefix that it serves, and at every shorter one.
+    serving: dict[int, list[Snapshot]] = {id(n): [] for n in nodes}
+    for slot, snapshot in kv._snapshots.items():
+        assert snapshot.slot == slot and (snapshot.node.page != NONE or not kv.config.has_full_layers)
+        node: PrefixNode | None = snapshot.node
+        while node is not None and node.length and max(0, node.length - kv.config.sliding_window + 1) >= snapshot.first:
+            serving[id(node)].append(snapshot)
+            node = node.parent
+    assert all(set(n.snapshots) == set(serving[id(n)]) for n in nodes)
     holders = Counter(id(table.node) for table in tables)
     assert all(n.holders == holders[id(n)] for n in nodes)
-    assert all(n.page != NONE or n.snapshot != NONE or n.holders or n.children for n in nodes if n is not kv._root)
+    assert all(n.page != NONE or n.snapshots or n.holders or n.children for n in nodes if n is not kv._root)
 
 
 def check_idle(core: EngineCore) -> None:
@@ -120,7 +128,6 @@ def check_idle(core: EngineCore) -> None:
     stats = core.stats()
     assert (stats.running, stats.waiting, stats.pages_used, stats.slots_used) == (0, 0, 0, 0)
     assert not core._flights and not core._sequences and not core._scheduler._leaving and not core._scheduler._preempted
-    assert core._kv._rolling == 0
 
 
 def prefix_nodes(core: EngineCore) -> list[PrefixNode]:

@@ -21,7 +21,7 @@ from tests.shapes import NANO, NANO_DIRECTORY
 NANO_GGUF = NANO_DIRECTORY / "flint-nano-nvfp4.gguf"
 _LIMITS = Limits(max_batch=64, max_context=1024, prefill_chunk=128)
 _PLAN = MemoryPlan(NANO, 0, _LIMITS)
-BYTES_FOR_5_PAGES = 5 * _PLAN.page_bytes + 4 * _PLAN.slot_bytes + 3 * _PLAN.sample_slot_bytes
+BYTES_FOR_6_PAGES = 6 * _PLAN.page_bytes + 4 * _PLAN.slot_bytes + 3 * _PLAN.sample_slot_bytes
 """And three sequences, and a snapshot."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,16 +68,15 @@ def test_preemption_resumes_to_the_same_tokens(engine: Path) -> None:
         request(str(i), random.Random(i).choices(range(700), k=60), 75, temperature=float(i % 2), seed=i, **penalties)
         for i, penalties in enumerate([{}, {}, {"presence_penalty": 1.0, "repetition_penalty": 1.2}])
     ]
-    core, _ = open_core(engine, max_num_seqs=3, max_model_len=192, kv_cache_memory_bytes=BYTES_FOR_5_PAGES)
-    assert core.stats().pages == 5
+    core, _ = open_core(engine, max_num_seqs=3, max_model_len=192, kv_cache_memory_bytes=BYTES_FOR_6_PAGES)
+    assert (core.stats().pages, core.stats().snapshots) == (6, 1)
     found = run(core, requests)
     assert core.stats().preemptions > 0
     assert {one.request_id: found.tokens(one.request_id) for one in requests} == alone(engine, requests)
 
 
-def test_a_prefix_restores_pages_and_the_sliding_state(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_restores_pages_and_the_sliding_state(engine: Path) -> None:
     """K10 with a real model: the second request computes the rest of its prompt only, to the same tokens."""
-    monkeypatch.setattr(scheduler, "_CUT_TOKENS", 64)
     head = random.Random(9).choices(range(700), k=150)
     first, second = request("first", head, 80), request("second", [*head[:128], *head[:30]], 10)
     core, _ = open_core(engine, max_num_seqs=2)
@@ -87,6 +86,35 @@ def test_a_prefix_restores_pages_and_the_sliding_state(engine: Path, monkeypatch
     assert found.last("second").cached_tokens == 128
     assert core.stats().prompt_tokens_computed - before == 30
     assert found.tokens("second") == alone(engine, [second])["second"]
+
+
+@pytest.mark.parametrize(
+    ("head", "tail", "cached"),
+    [
+        (70, 20, [0, 64, 64, 64]),  # The ring of 112 is not full at the end of the first prompt: it serves any prefix.
+        (200, 40, [0, 192, 192, 192]),  # The end of the page where they part is still in it.
+        (200, 150, [0, 0, 192, 192]),  # It is gone: the second prompt is cut there.
+    ],
+)
+def test_a_common_head_with_different_tails(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, head: int, tail: int, cached: list[int]
+) -> None:
+    """The same prompt comes again at the end, and finds what its first time left: logprobs are those of one alone."""
+    monkeypatch.setattr(scheduler, "_STEP_TOKENS", 128)
+    rng = random.Random(head)
+    begin = rng.choices(range(700), k=head)
+    requests = [request(str(i), [*begin, *rng.choices(range(700), k=tail)], 20, logprobs=1) for i in range(4)]
+    core, _ = open_core(engine, max_num_seqs=2)
+    again = request("again", requests[0].prompt, 20, logprobs=1)
+    for one, expected in zip([*requests, again], [*cached, (head + tail - 1) // 64 * 64], strict=True):
+        found = run(core, [one])
+        assert found.last(one.request_id).cached_tokens == expected
+        apart, _ = open_core(engine, max_num_seqs=1, enable_prefix_caching=False)
+        right = run(apart, [one])
+        assert found.tokens(one.request_id) == right.tokens(one.request_id)
+        logprobs = [[t.logprob for o in f.outputs[one.request_id] for t in o.tokens] for f in (found, right)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+    check_idle(core)
 
 
 def test_speculation_changes_no_token(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +151,7 @@ def test_cancels_in_the_middle_of_prompts(engine: Path) -> None:
     stay = [request(f"stay{i}", rng.choices(range(700), k=50), 30) for i in range(3)]
     go = [request(f"go{i}", rng.choices(range(700), k=300), 30) for i in range(200)]
     expected = alone(engine, [*stay, after := request("after", go[0].prompt, 10)])
-    core, _ = open_core(engine, max_num_seqs=8, kv_cache_memory_bytes=8 * BYTES_FOR_5_PAGES)
+    core, _ = open_core(engine, max_num_seqs=8, kv_cache_memory_bytes=8 * BYTES_FOR_6_PAGES)
     for one in (*stay, *go):
         core.add(one)
     found = Collected()

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flint_runtime import scheduler, sequence
+from flint_runtime import engine_core, scheduler, sequence
 from flint_runtime.config import ModelConfig
 from flint_runtime.engine_core import CoreConfig, EngineCore
 from flint_runtime.errors import UsageError
+from flint_runtime.kv_cache import KVCacheConfig, choose_kv_cache
 from flint_runtime.manifest import Limits, Phase
 from flint_runtime.memory import MemoryPlan
 from flint_runtime.request import EngineRequest
@@ -28,6 +30,8 @@ from tests.runtime.fake_executor import FAKE, FakeExecutor, expected_tokens
 LIMITS = Limits(max_batch=8, max_context=1024, prefill_chunk=96)
 SLIDING = FAKE.model_copy(update={"layer_types": ("sliding_attention",) * 6})
 FULL = FAKE.model_copy(update={"layer_types": ("full_attention",) * 6})
+WIDE = FAKE.model_copy(update={"sliding_window": 150})
+"""A ring of several pages: what it has not overwritten yet serves several prefixes."""
 
 
 def open_core(
@@ -40,13 +44,22 @@ def open_core(
     nan_token: int | None = None,
     **options: Any,
 ) -> tuple[EngineCore, FakeExecutor]:
-    """A core with pools of about these sizes."""
+    """A core with pools of these sizes, whatever part of the memory snapshots may take."""
     plan = MemoryPlan(config, 0, limits)
     memory = sequences * (plan.slot_bytes + plan.sample_slot_bytes) + snapshots * plan.slot_bytes
     memory += pages * (plan.page_bytes or 4 * plan.slot_bytes)
     executor = FakeExecutor(limits, config, nan_token=nan_token)
     given_options: dict[str, Any] = {"max_num_seqs": sequences, "kv_cache_memory_bytes": memory} | options
-    return EngineCore(executor, CoreConfig(**given_options)), executor
+
+    def choose(*args: Any, **kwargs: Any) -> KVCacheConfig:
+        chosen = choose_kv_cache(*args, **kwargs)
+        spare = snapshots if chosen.num_slots > sequences else 0
+        length = min(chosen.max_model_len, pages * 64) if config.full_layers else chosen.max_model_len
+        return replace(chosen, num_pages=pages, num_slots=sequences + spare, max_model_len=length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_core, "choose_kv_cache", choose)
+        return EngineCore(executor, CoreConfig(**given_options)), executor
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -61,8 +74,7 @@ def short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _short_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_CUT_TOKENS", 100)
-    monkeypatch.setattr(scheduler, "_SHARED_CUT_TOKENS", 64)
+    monkeypatch.setattr(scheduler, "_STEP_TOKENS", 64)
 
 
 # --- Random traffic (K8) ----------------------------------------------------------------------------------------------
@@ -140,7 +152,7 @@ class Traffic:
     actions=st.lists(
         st.sampled_from(["add", "add", "add", "abort", "step", "step", "step"]), min_size=20, max_size=120
     ),
-    config=st.sampled_from([FAKE, FAKE, FAKE, SLIDING, FULL]),
+    config=st.sampled_from([FAKE, FAKE, WIDE, WIDE, SLIDING, FULL]),
     sequences=st.integers(1, 6),
     pages=st.integers(8, 16),
     snapshots=st.integers(0, 8),
@@ -366,7 +378,7 @@ def test_invalid_ids() -> None:
 # --- Prefix cache (K10) -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [FAKE, SLIDING, FULL], ids=["both", "sliding", "full"])
+@pytest.mark.parametrize("config", [FAKE, WIDE, SLIDING, FULL], ids=["both", "wide", "sliding", "full"])
 @pytest.mark.usefixtures("short_cuts")
 def test_a_prefix_is_computed_once(config: ModelConfig) -> None:
     """K10: pages are shared and the sliding state, whose ring has wrapped meanwhile, is restored."""
@@ -388,31 +400,21 @@ def test_a_prefix_is_computed_once(config: ModelConfig) -> None:
     assert core.stats().prefix_queries == sum(len(one.prompt) for one in (first, again, longer))
 
 
-@pytest.mark.parametrize("length", [320, 321, 336, 337])
-@pytest.mark.usefixtures("short_cuts")
+@pytest.mark.parametrize("length", [319, 320, 321, 337, 383, 384, 385])
 def test_prompts_around_a_boundary(length: int) -> None:
-    """At least one token is left to compute. A state up to 16 tokens back needs no cut of the prompt."""
+    """No prompt is cut for what may never come: its last page boundary is still in the ring. One token is left."""
     core, executor = open_core(limits=Limits(max_batch=8, max_context=1024, prefill_chunk=1024))
-    one = request("0", prompt(length), 20)
+    one = request("0", prompt(length), 200)
     run(core, [one])
-    cut = length in (320, 337)
-    assert [step.token_ids.size for phase, step in executor.steps if phase == "prefill"] == (
-        [(length - 1) // 64 * 64, (length - 1) % 64 + 1] if cut else [length]
-    )
+    assert [step.token_ids.size for phase, step in executor.steps if phase == "prefill"] == [length]
     again = request("1", one.prompt, 20)
     found = run(core, [again])
     assert found.last("1").cached_tokens == (length - 1) // 64 * 64
     assert found.tokens("1") == expected_tokens(again)
 
 
-def test_short_prompts_are_not_cut() -> None:
-    core, executor = open_core(limits=Limits(max_batch=8, max_context=1024, prefill_chunk=1024))
-    run(core, [request("0", prompt(1000), 1)])
-    assert len(executor.steps) == 1
-
-
 def test_a_conversation_goes_on_from_its_answer() -> None:
-    """Boundaries crossed by generated tokens are kept, too; only the latest of a stream takes a slot."""
+    """Where an answer ends is kept, too."""
     core, _ = open_core()
     history, cached = prompt(30), []
     for turn in range(4):
@@ -444,10 +446,10 @@ def test_chunk_ends_of_a_long_prompt_are_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(scheduler, "_SPACING_TOKENS", 128)
     core, _ = open_core()
     head = prompt(500)
-    run(core, [request("first", [*head, *prompt(200, 1)], 10)])
-    second = request("second", [*head, *prompt(200, 2)], 10)
+    run(core, [request("first", [*head, *prompt(300, 1)], 10)])
+    second = request("second", [*head, *prompt(300, 2)], 10)
     found = run(core, [second])
-    assert found.last("second").cached_tokens == 384
+    assert found.last("second").cached_tokens == 448
     assert found.tokens("second") == expected_tokens(second)
 
 

@@ -23,7 +23,7 @@ SIZES = KVCacheConfig(
     num_slots=6,
     max_model_len=4096,
     sliding_window=33,
-    ring_tokens=48,
+    ring_tokens=112,
     has_full_layers=True,
     has_sliding_layers=True,
     enable_prefix_caching=True,
@@ -172,27 +172,118 @@ def test_a_newcomer_does_not_cost_a_long_prompt_its_place() -> None:
     assert long.status is Status.RUNNING and 0 < long.num_computed < 4000
 
 
-def test_a_prompt_waits_for_one_that_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CUT_TOKENS", 128)
+@pytest.fixture
+def cheap_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts and waits are worth it for a few pages."""
+    monkeypatch.setattr(module, "_STEP_TOKENS", 128)
+
+
+@pytest.mark.usefixtures("cheap_steps")
+def test_a_prompt_waits_for_one_that_computes_the_same() -> None:
+    """They part near the end, so that the state there can be had without a cut."""
     driver = Driver()
     first = driver.add(1000)
     assert driver.step() == ("prefill", {0: 256})
     same = driver.add(990, head=first.tokens[:980])
     other = driver.add(50)
-    assert [driver.step()[1] for _ in range(3)] == [{0: 256}, {0: 256}, {0: 192}]
-    assert driver.step() == ("prefill", {0: 40, 1: 30, 2: 50})
+    assert [driver.step()[1] for _ in range(3)] == [{0: 256}, {0: 256}, {0: 232}]
+    assert driver.step() == ("decode", {0: 1})
+    assert driver.step() == ("prefill", {1: 30, 2: 50})
     assert (same.cached_tokens, other.cached_tokens) == (960, 0)
+
+
+@pytest.mark.usefixtures("cheap_steps")
+def test_a_prompt_in_work_is_cut_where_another_one_parts_from_it() -> None:
+    driver = Driver()
+    first = driver.add(1000)
+    assert driver.step() == ("prefill", {0: 256})
+    early = driver.add(500, head=first.tokens[:460])
+    assert driver.step() == ("prefill", {0: 192})
+    assert driver.step() == ("prefill", {0: 192, 1: 52})
+    assert early.cached_tokens == 448
+
+
+@pytest.mark.usefixtures("cheap_steps")
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [(600, [("prefill", {0: 192}), ("prefill", {0: 128, 1: 64, 2: 64})]), (250, [("prefill", {0: 250})])],
+)
+def test_prompts_that_come_together(length: int, steps: list[tuple[str, dict[int, int]]]) -> None:
+    """The first one's chunk, which was chosen already, is cut, unless it keeps the state without."""
+    driver = Driver()
+    first = driver.add(length)
+    others = [driver.add(length, head=first.tokens[:200]) for _ in range(2)]
+    assert [driver.step() for _ in steps] == steps
+    while others[1].status is Status.WAITING:
+        driver.step()
+    assert [other.cached_tokens for other in others] == [192, 192]
+
+
+@pytest.mark.usefixtures("cheap_steps")
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_wait_must_be_worth_it_for_all_that_wait(others: int) -> None:
+    """A page less to compute for one does not make up for a step and a cut, but it does for two."""
+    driver = Driver()
+    first = driver.add(1000)
+    for _ in range(others):
+        driver.add(1000, head=first.tokens[:140])
+    assert driver.step() == ("prefill", {0: 128, 1: 128} if others == 1 else {0: 128})
+
+
+@pytest.mark.usefixtures("cheap_steps")
+def test_a_cut_that_is_made_anyway_is_waited_for_sooner() -> None:
+    driver, head = Driver(), list(range(-140, 0))
+    driver.add(256, 1, head=head)
+    driver.step()
+    driver.add(256, 1, head=head)
+    driver.add(256, 1, head=head)
+    assert driver.step() == ("prefill", {1: 128})
+    assert driver.step() == ("prefill", {1: 128, 2: 128})
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 100), (0, 350), (1, 1000)])
 def test_a_prompt_does_not_wait_in_vain(monkeypatch: pytest.MonkeyPatch, first: int, end: int) -> None:
-    """Where what two share is computed, not worth a snapshot, or not their beginning."""
-    monkeypatch.setattr(module, "_CUT_TOKENS", 400)
+    """Where what two share is computed, not worth a step and a cut, or not their beginning."""
+    monkeypatch.setattr(module, "_STEP_TOKENS", 200)
     driver = Driver()
     other = driver.add(1000)
     driver.step()
     driver.add(1000, head=[-1] * first + other.tokens[first:end])
     assert driver.step() == ("prefill", {0: 128, 1: 128})
+
+
+@pytest.mark.usefixtures("cheap_steps")
+@pytest.mark.parametrize("sizes", [{"num_slots": 4}, {"enable_prefix_caching": False, "num_slots": 4}])
+def test_nobody_waits_for_what_cannot_be_kept(sizes: dict[str, Any]) -> None:
+    driver = Driver(replace(SIZES, **sizes))
+    first = driver.add(1000)
+    driver.add(1000, head=first.tokens[:900])
+    assert driver.step() == ("prefill", {0: 128, 1: 128})
+
+
+@pytest.mark.usefixtures("cheap_steps")
+def test_nobody_waits_for_what_is_cached() -> None:
+    """The one with prompt logprobs computes all of it, but the other one finds it."""
+    driver = Driver()
+    first = driver.add(1000, 1)
+    while first.status is not Status.FINISHED:
+        driver.step()
+    driver.add(1000, head=first.tokens[:980], prompt_logprobs=0)
+    last = driver.add(1000, head=first.tokens[:980])
+    assert driver.step() == ("prefill", {1: 192, 2: 40})
+    assert last.cached_tokens == 960
+
+
+def test_a_wait_ends_with_the_prompt_that_was_waited_for() -> None:
+    driver = Driver()
+    first = driver.add(2000)
+    driver.step()
+    driver.add(1990, head=first.tokens[:1980])
+    assert driver.step() == ("prefill", {0: 256})
+    driver.scheduler.finish(first)
+    # What it had computed is there, as far as its place still holds the state.
+    assert driver.step() == ("prefill", {1: 256})
+    assert driver.scheduler.running[0].cached_tokens == 512
 
 
 def test_the_budget_follows_measured_durations() -> None:
@@ -285,18 +376,26 @@ def test_prompt_logprobs_take_no_more_rows_than_there_are(monkeypatch: pytest.Mo
     assert driver.step() == ("prefill", {0: 86})
 
 
-@pytest.mark.parametrize(("length", "chunks"), [(64 * 3, [128, 64]), (64 * 3 + 16, [208]), (64 * 3 + 17, [192, 17])])
-def test_long_prompts_are_cut_where_the_ring_would_lose_the_boundary(
-    monkeypatch: pytest.MonkeyPatch, length: int, chunks: list[int]
+@pytest.mark.parametrize(
+    ("tail", "steps"),
+    [
+        # Cut at 192 once 2 x 192 tokens were computed again, and then no more.
+        (200, [{0: 256}, {0: 136}, {1: 256}, {1: 136}, {2: 192}, {2: 200}, {3: 200}, {4: 200}]),
+        # The state at 192 is still there at the end.
+        (64, [{0: 256}, {1: 64}, {2: 64}]),
+    ],
+)
+def test_prompts_are_cut_where_they_part(
+    monkeypatch: pytest.MonkeyPatch, tail: int, steps: list[dict[int, int]]
 ) -> None:
-    monkeypatch.setattr(module, "_CUT_TOKENS", 128)
-    driver = Driver()
-    driver.add(length)
-    for chunk in chunks:
-        assert driver.step() == ("prefill", {0: chunk})
-    step = driver.scheduler.schedule()
-    assert step is not None and step.phase == "decode"
-    assert driver.kv.gauges().snapshots_used == (2 if length % 64 == 0 else 1)
+    monkeypatch.setattr(module, "_STEP_TOKENS", 384)
+    driver, head = Driver(), list(range(-192, 0))
+    found: list[dict[int, int]] = []
+    while len(found) < len(steps):
+        if not driver.scheduler.running:
+            driver.add(192 + tail, 1, head=head)
+        found.append(driver.step()[1])
+    assert found == steps
 
 
 def test_aborting_in_every_state() -> None:
@@ -313,13 +412,12 @@ def test_aborting_in_every_state() -> None:
     assert not driver.scheduler.running and not driver.scheduler.waiting
 
 
-@pytest.mark.parametrize(("written", "kept"), [(80, [64]), (81, [])])
-def test_rejected_tokens_overwrite_the_ring(monkeypatch: pytest.MonkeyPatch, written: int, kept: list[int]) -> None:
-    """The ring still has the state at 64 when 16 tokens behind it were written, however many of them stay."""
-    driver, boundaries = Driver(), []
+@pytest.mark.parametrize(("written", "kept"), [(144, 1), (145, 0)])
+def test_rejected_tokens_overwrite_the_ring(written: int, kept: int) -> None:
+    """The ring still has the state at 64 when 80 tokens behind it were written, however many of them stay."""
+    driver = Driver()
     sequence = driver.add(76)
     driver.step()
-    monkeypatch.setattr(driver.kv, "snapshot", lambda table, boundary, rolling: boundaries.append(boundary))
     sequence.num_written = written
     driver.scheduler.finish(sequence)
-    assert boundaries == kept
+    assert driver.kv.gauges().snapshots_used == kept

@@ -2,11 +2,16 @@
 
 Full layers: a page holds 64 tokens; full pages are shared by every sequence with the same prefix. Sliding layers: a
 running sequence has a slot, a ring of its last tokens. That state cannot be shared, as every sequence goes on
-overwriting it; so copies of it at page boundaries, the snapshots, lie in spare slots of the same pool. A prefix of n
-tokens can be used again where its pages are cached and there is a snapshot at n.
+overwriting it; so copies of it, the snapshots, lie in spare slots of the same pool. A prefix of n tokens can be used
+again where its pages are cached and a snapshot holds the window of the token behind it. To compute that window alone
+would not be exact: what a sliding layer keeps of a token depends, through the sliding layers before it, on one window
+more for each of them.
 
-The ring keeps a few tokens more than the window, so the state at boundary n can still be copied when a sequence is
-`slack` tokens further: ring - (window - 1), as the query at n sees window - 1 earlier tokens.
+Which prefixes a snapshot serves follows from the ring: taken when w tokens were written, it holds the last `ring` of
+them, and the token at n sees the window - 1 before it.
+- As the ring is longer than the window by a page and what one decode step writes, the end of the last full page is
+  always among them when a prompt, or an answer, has come to its end.
+- While w is at most `ring`, nothing was overwritten yet: one snapshot serves every prefix up to w.
 
 Device work is ordered: a page or slot may get a new owner as soon as the steps of the old one are submitted, and
 the copies are made in the order of `take_copies`, before the next step.
@@ -23,14 +28,14 @@ import numpy.typing as npt
 
 from flint_plugins.ops import PAGE_TOKENS
 from flint_runtime.kv_cache.page_pool import PagePool
-from flint_runtime.kv_cache.prefix_tree import NONE, PrefixNode, page_key, prune
+from flint_runtime.kv_cache.prefix_tree import NONE, PrefixNode, Snapshot, page_key, prune
 from flint_runtime.kv_cache.sizing import KVCacheConfig
 
 
 class BlockTable:
     """One sequence's place in the pools."""
 
-    __slots__ = ("cached_tokens", "node", "num_registered", "pages", "rolling", "shared_tokens", "slot")
+    __slots__ = ("cached_tokens", "missed_tokens", "node", "num_registered", "oldest", "pages", "shared_tokens", "slot")
 
     def __init__(self, slot: int, pages: list[int], node: PrefixNode) -> None:
         self.slot = slot
@@ -44,8 +49,10 @@ class BlockTable:
         """Tokens whose K and V were there already."""
         self.shared_tokens = 0
         """Tokens whose pages were there; more than cached_tokens where a snapshot was missing."""
-        self.rolling: PrefixNode | None = None
-        """Where the latest snapshot of generated tokens is: the next one takes its place."""
+        self.missed_tokens = 0
+        """What that has cost so far, in tokens of all sequences whose pages were there up to the same point."""
+        self.oldest = 0
+        """The first position that its ring holds, unless it was overwritten since."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,6 @@ class KVCacheManager:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self.config = config
-        self.slack = config.ring_tokens - (config.sliding_window - 1)
-        """How many tokens after a boundary the state there can still be copied."""
         self.pool = PagePool(config.num_pages if config.has_full_layers else 0, self._page_evicted)
         self.releases = 0
         """Counts what may make room: while it stands still, what did not fit does not fit."""
@@ -82,9 +87,8 @@ class KVCacheManager:
         self._node_of: dict[int, PrefixNode] = {}
         self._slots = list(reversed(range(config.max_num_seqs)))
         self._spare = list(reversed(range(config.max_num_seqs, config.num_slots)))
-        self._snapshots: OrderedDict[int, PrefixNode] = OrderedDict()
-        """In order of their last use."""
-        self._rolling = 0
+        self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()
+        """By slot, in order of their last use."""
         self._copies: list[tuple[int, int]] = []
         width = max(1, self.num_pages(config.max_model_len))
         self._page_table = np.zeros((config.max_num_seqs, width), np.int32)
@@ -117,7 +121,7 @@ class KVCacheManager:
         """
         if not self._slots:
             return None
-        node, cached, shared = self._match(tokens) if reuse else (self._root, 0, 0)
+        node, parting = self._match(tokens) if reuse else (self._root, self._root)
         pages: list[int] = []
         step: PrefixNode | None = node
         while self.config.has_full_layers and step is not None and step.parent is not None:
@@ -131,11 +135,16 @@ class KVCacheManager:
         self.pool.share(pages)
         table = BlockTable(self._slots.pop(), pages, node)
         node.holders += 1
-        table.num_registered = cached // PAGE_TOKENS
-        table.cached_tokens, table.shared_tokens = cached, shared
-        if node.snapshot != NONE:
-            self._copies.append((node.snapshot, table.slot))
-            self._snapshots.move_to_end(node.snapshot)
+        table.num_registered = node.length // PAGE_TOKENS
+        table.cached_tokens, table.shared_tokens = node.length, parting.length
+        parting.missed += parting.length - node.length
+        table.missed_tokens = parting.missed
+        if node.snapshots:
+            # One of several that are as good, and always the same: the others make room in time.
+            snapshot = node.snapshots[-1]
+            self._copies.append((snapshot.slot, table.slot))
+            self._snapshots.move_to_end(snapshot.slot)
+            table.oldest = snapshot.first
         self._page_table[table.slot, : len(pages)] = pages
         self._extend(table, missing)
         return table
@@ -152,7 +161,6 @@ class KVCacheManager:
     def close(self, table: BlockTable) -> None:
         """Give a place back. What was registered stays cached."""
         self.pool.release(table.pages)
-        self._drop_rolling(table)
         table.node.holders -= 1
         prune(table.node)
         self._slots.append(table.slot)
@@ -167,7 +175,8 @@ class KVCacheManager:
         own = set(table.pages)
         node = table.node
         for _ in range(table.num_registered - (0 if found else table.cached_tokens // PAGE_TOKENS)):
-            self._drop_snapshot(node)
+            for snapshot in tuple(node.snapshots):
+                self._drop(snapshot)
             if node.page in own or (found and node.page != NONE):
                 self.pool.forget(node.page)
                 del self._node_of[node.page]
@@ -203,75 +212,112 @@ class KVCacheManager:
                 self._node_of[page] = node
                 self.pool.keep(page)
 
-    def snapshot(self, table: BlockTable, boundary: int, *, rolling: bool) -> None:
-        """Copy a sequence's sliding state at a page boundary that is registered and not more than `slack` behind.
+    def usable(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens `open` would find."""
+        return self._match(tokens)[0].length
+
+    def holds(self, written: int, boundary: int) -> bool:
+        """Whether a ring into which `written` tokens went holds what the token at a boundary sees of those before it.
+
+        True without sliding layers, which are all that this is about.
+        """
+        return not self.config.has_sliding_layers or self._serves(written - self.config.ring_tokens, boundary)
+
+    def snapshot(self, table: BlockTable, boundary: int, written: int) -> bool:
+        """Keep a sequence's sliding state at a page boundary that is registered.
 
         Args:
-            rolling: the copy takes the place of the sequence's previous one of this kind. Only half of the spare slots
-                hold such copies of running sequences: they must not displace the prompts that others come back to.
+            written: tokens that went into its ring, by the steps submitted so far.
+        Returns:
+            Whether it is kept, by a new copy or an earlier one; not where it is overwritten, or there is no slot.
         """
-        spare = self.config.num_slots - self.config.max_num_seqs
-        node = table.node
-        for _ in range(table.num_registered - boundary // PAGE_TOKENS):
-            assert node.parent is not None
+        node: PrefixNode | None = table.node
+        while node is not None and node.length > boundary:
             node = node.parent
-        if not spare or node.parent is None or (self.config.has_full_layers and node.page == NONE):
-            return
-        if node.snapshot != NONE:
-            self._snapshots.move_to_end(node.snapshot)
-            return
-        if rolling:
-            if table.rolling is not None:
-                self._drop_snapshot(table.rolling)
-                prune(table.rolling)
-            elif 2 * self._rolling >= spare:
-                return
-            else:
-                self._rolling += 1
-            table.rolling = node
+        first = max(table.oldest, written - self.config.ring_tokens)
+        if node is None or not node.length or not self.keeps_snapshots or not self._serves(first, boundary):
+            return False
+        if self.config.has_full_layers and node.page == NONE:
+            return False
+        for snapshot in node.snapshots:
+            if snapshot.first <= first:
+                self._snapshots.move_to_end(snapshot.slot)
+                return True
+        served = []
+        above: PrefixNode | None = node
+        while above is not None and above.length and self._serves(first, above.length):
+            served.append(above)
+            above = above.parent
+        # Those that serve nothing beyond.
+        for lesser in [s for one in served for s in one.snapshots if s.node is one and s.first >= first]:
+            self._drop(lesser)
         if not self._spare:
-            oldest = next(iter(self._snapshots.values()))
-            self._drop_snapshot(oldest)
-            prune(oldest)
-        slot = self._spare.pop()
-        node.snapshot = slot
-        self._snapshots[slot] = node
-        self._copies.append((table.slot, slot))
+            self._drop(next(iter(self._snapshots.values())))
+        snapshot = Snapshot(self._spare.pop(), first, node)
+        self._snapshots[snapshot.slot] = snapshot
+        for one in served:
+            one.snapshots.append(snapshot)
+        node.missed = 0
+        self._copies.append((table.slot, snapshot.slot))
+        return True
 
-    def _match(self, tokens: Sequence[int]) -> tuple[PrefixNode, int, int]:
-        """The longest usable prefix, its length, and the length of the longest whose pages are cached."""
-        node, best, cached = self._root, self._root, 0
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether there are slots for snapshots."""
+        return self.config.num_slots > self.config.max_num_seqs
+
+    def _match(self, tokens: Sequence[int]) -> tuple[PrefixNode, PrefixNode]:
+        """The longest usable prefix, and the longest whose pages are cached."""
+        node = best = self._root
         full, sliding = self.config.has_full_layers, self.config.has_sliding_layers
-        shared = 0
         for index in range((len(tokens) - 1) // PAGE_TOKENS):
             child = node.children.get(page_key(tokens, index))
             if child is None or (full and child.page == NONE):
                 break
-            node, shared = child, (index + 1) * PAGE_TOKENS
-            if node.snapshot != NONE or not sliding:
-                best, cached = node, shared
-        return best, cached, shared
+            node = child
+            if node.snapshots or not sliding:
+                best = node
+        return best, node
+
+    def _serves(self, first: int, boundary: int) -> bool:
+        """Whether the positions from `first` on are all that the token at a boundary sees of those before it."""
+        return max(0, boundary - (self.config.sliding_window - 1)) >= first
 
     def _extend(self, table: BlockTable, count: int) -> None:
         first = len(table.pages)
         table.pages += self.pool.allocate(count)
         self._page_table[table.slot, first : first + count] = table.pages[first:]
 
-    def _drop_snapshot(self, node: PrefixNode) -> None:
-        if node.snapshot != NONE:
-            del self._snapshots[node.snapshot]
-            self._spare.append(node.snapshot)
-            node.snapshot = NONE
-
-    def _drop_rolling(self, table: BlockTable) -> None:
-        """The latest snapshot of a sequence that ends is one like any other."""
-        if table.rolling is not None:
-            table.rolling = None
-            self._rolling -= 1
+    def _drop(self, snapshot: Snapshot) -> None:
+        """Give a snapshot's slot back."""
+        del self._snapshots[snapshot.slot]
+        self._spare.append(snapshot.slot)
+        node: PrefixNode | None = snapshot.node
+        while node is not None and snapshot in node.snapshots:
+            node.snapshots.remove(snapshot)
+            node = node.parent
+        prune(snapshot.node)
 
     def _page_evicted(self, page: int) -> None:
         node = self._node_of.pop(page)
         node.page = NONE
-        # Without the page it is of no use.
-        self._drop_snapshot(node)
+        for snapshot in tuple(node.snapshots):
+            if snapshot.node is node:
+                self._shorten(snapshot)
         prune(node)
+
+    def _shorten(self, snapshot: Snapshot) -> None:
+        """The page of the longest prefix that a snapshot serves is gone: it is left to the next shorter one, if any."""
+        node = snapshot.node.parent
+        while node is not None and snapshot in node.snapshots and node.page == NONE:
+            node = node.parent
+        others = [] if node is None else [one for one in node.snapshots if one.first <= snapshot.first]
+        if node is None or others != [snapshot]:  # It serves nothing more, or nothing that another one does not.
+            self._drop(snapshot)
+            return
+        gone = snapshot.node
+        while gone is not node:
+            gone.snapshots.remove(snapshot)
+            assert gone.parent is not None
+            gone = gone.parent
+        snapshot.node = node

@@ -13,8 +13,8 @@ from flint_runtime.memory import MemoryPlan
 _HOST_BYTES = 2 << 30
 """For KV where an executor knows no limit: the reference executor on a CPU."""
 _SNAPSHOTS_PER_SEQUENCE = 4
-"""Of the released model a snapshot takes as much memory as pages for 1,382 tokens. A running sequence has up to two (of
-its prompt and of what it generated); as many again are for conversations that will be continued."""
+"""Of the released model a snapshot takes as much memory as pages for 1,480 tokens. A request leaves up to two (of its
+prompt and of its answer); as many again are for conversations that will be continued."""
 _SNAPSHOT_SHARE = 4
 """Snapshots get at most this part of the memory that is left: without pages they are of no use."""
 

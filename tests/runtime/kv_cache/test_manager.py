@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,8 @@ SIZES = KVCacheConfig(
     has_sliding_layers=True,
     enable_prefix_caching=True,
 )
+WIDE = replace(SIZES, num_pages=16, num_slots=8, sliding_window=200, ring_tokens=272)
+"""A ring of several pages."""
 TOKENS = list(range(1000, 1300))
 
 
@@ -34,7 +37,7 @@ def leave(kv: KVCacheManager, tokens: list[int], snapshots: list[int]) -> list[i
     table = open_table(kv, tokens, reuse=False)
     kv.register(table, tokens, len(tokens))
     for boundary in snapshots:
-        kv.snapshot(table, boundary, rolling=False)
+        assert kv.snapshot(table, boundary, written=boundary)
     kv.close(table)
     copies = kv.take_copies()
     assert [source for source, _ in copies] == [table.slot] * len(snapshots)
@@ -125,29 +128,121 @@ def test_the_longest_unused_snapshot_makes_room() -> None:
     assert [open_table(kv, tokens).cached_tokens for tokens in (prompts[0], prompts[1])] == [64, 0]
 
 
-def test_generated_tokens_keep_one_snapshot() -> None:
-    kv = KVCacheManager(SIZES)
+def keep(kv: KVCacheManager, tokens: list[int], boundary: int, written: int, *, reuse: bool = False) -> bool:
+    """A sequence that comes, goes as far as `written`, keeps a snapshot there, and goes; whether it could."""
+    table = open_table(kv, tokens, reuse=reuse)
+    kv.register(table, tokens, min(written, len(tokens)))
+    kept = kv.snapshot(table, boundary, written)
+    kv.close(table)
+    kv.take_copies()
+    return kept
+
+
+def cached(kv: KVCacheManager, tokens: list[int]) -> int:
+    """Tokens that a sequence finds, which goes at once."""
+    table = open_table(kv, tokens)
+    kv.close(table)
+    kv.take_copies()
+    return table.cached_tokens
+
+
+@pytest.mark.parametrize(("window", "ring"), [(33, 48), (33, 112), (200, 272)])
+def test_a_ring_holds_what_was_written_last(window: int, ring: int) -> None:
+    kv = KVCacheManager(replace(SIZES, sliding_window=window, ring_tokens=ring))
+    for boundary, written in itertools.product(range(64, 512, 64), range(512)):
+        seen, there = range(max(0, boundary - window + 1), boundary), range(max(0, written - ring), written)
+        if written >= boundary:
+            assert kv.holds(written, boundary) == (seen[0] in there)
+
+
+def test_what_no_ring_has_overwritten_serves_every_shorter_prefix() -> None:
+    kv = KVCacheManager(WIDE)
+    assert keep(kv, TOKENS, 256, 272)
+    for parted in (64, 128, 200, 256):
+        assert cached(kv, [*TOKENS[:parted], *range(50)]) == parted // 64 * 64
+    assert kv.gauges().snapshots_used == 1
+
+
+@pytest.mark.parametrize(("written", "served"), [(272, [64, 128, 192, 256]), (273, [256]), (329, [256]), (330, [])])
+def test_what_a_ring_has_overwritten(written: int, served: list[int]) -> None:
+    kv = KVCacheManager(WIDE)
+    assert keep(kv, TOKENS, 256, written) == bool(served)
+    found = [cached(kv, [*TOKENS[:parted], *range(50)]) for parted in (64, 128, 192, 256)]
+    assert found == [length if length in served else 0 for length in (64, 128, 192, 256)]
+    assert kv.gauges().snapshots_used == bool(served)
+
+
+def test_a_ring_holds_no_more_than_what_was_restored() -> None:
+    """At 256 with 320 written it has nothing before 48. What was there is not back when it is restored for 260."""
+    kv = KVCacheManager(WIDE)
+    assert keep(kv, TOKENS, 256, 320)
+    table = open_table(kv, [*TOKENS[:256], *range(20)])
+    assert (table.cached_tokens, table.oldest) == (256, 48)
+    kv.close(table)
+
+
+def test_a_longer_snapshot_takes_the_place_of_those_that_serve_nothing_else() -> None:
+    kv = KVCacheManager(WIDE)
     table = open_table(kv)
     kv.register(table, TOKENS, 300)
-    for boundary in (64, 128, 192):
-        kv.snapshot(table, boundary, rolling=True)
-    copies = kv.take_copies()
-    assert len({target for _, target in copies}) == 1 and kv.gauges().snapshots_used == 1
-    # Another running sequence gets none: half of the two spare slots is taken.
-    other = open_table(kv, TOKENS[:100], reuse=False)
-    kv.register(other, TOKENS, 100)
-    kv.snapshot(other, 64, rolling=True)
-    assert kv.gauges().snapshots_used == 1
-    kv.close(table)
-    kv.snapshot(other, 64, rolling=True)
+    for boundary, written, used in ((64, 64, 1), (128, 140, 1), (256, 272, 1), (192, 272, 1), (256, 329, 1)):
+        assert kv.snapshot(table, boundary, written)
+        assert kv.gauges().snapshots_used == used
+    # Not where an earlier one serves more.
+    kv = KVCacheManager(WIDE)
+    assert keep(kv, TOKENS, 128, 128) and keep(kv, TOKENS, 256, 329)
     assert kv.gauges().snapshots_used == 2
+    assert [cached(kv, [*TOKENS[:parted], *range(50)]) for parted in (64, 192, 256)] == [64, 128, 256]
+
+
+def test_a_snapshot_outlives_the_end_of_its_prefix() -> None:
+    """Where its last pages are evicted it still serves what is left, until nothing is."""
+    kv = KVCacheManager(replace(WIDE, num_pages=6, num_slots=4))
+    assert keep(kv, TOKENS[:260], 256, 260)
+    for taken, left in ((3, 192), (4, 128), (6, 0)):
+        kv.close(open_table(kv, [taken] * 64 * taken, reuse=False))
+        assert kv.gauges().pages_cached == left // 64
+        assert kv.gauges().snapshots_used == (left > 0)
+    assert not kv._root.children
+
+
+def test_of_several_that_serve_the_same_one_is_left() -> None:
+    kv = KVCacheManager(replace(WIDE, num_pages=8))
+    tails = [[*TOKENS[:128], *[i] * 72] for i in range(2)]
+    for tokens in tails:
+        assert keep(kv, tokens, 192, 200, reuse=True)
+    assert kv.gauges().snapshots_used == 2
+    kv.close(open_table(kv, list(range(64 * 6)), reuse=False))
+    assert kv.gauges().pages_cached == 2 and kv.gauges().snapshots_used == 1
+    assert cached(kv, tails[0]) == 128
+
+
+def test_misses_are_counted_until_there_is_a_snapshot() -> None:
+    kv = KVCacheManager(SIZES)
+    leave(kv, TOKENS, [64])
+    tails = [[*TOKENS[:192], i] for i in range(3)]
+    tables = [open_table(kv, tails[0])]
+    kv.close(tables[0])
+    tables.append(open_table(kv, tails[1]))
+    assert [(t.cached_tokens, t.shared_tokens, t.missed_tokens) for t in tables] == [(64, 192, 128), (64, 192, 256)]
+    kv.register(tables[1], tails[1], 192)
+    assert kv.snapshot(tables[1], 192, 192)
+    kv.close(tables[1])
+    third = open_table(kv, tails[2])
+    assert (third.cached_tokens, third.missed_tokens) == (192, 0)
+
+
+def test_without_slots_for_snapshots_none_is_kept() -> None:
+    kv = KVCacheManager(replace(SIZES, num_slots=2))
+    assert not kv.keeps_snapshots and not keep(kv, TOKENS, 64, 64)
+    assert cached(kv, TOKENS) == 0 and kv.take_copies() == []
 
 
 def test_what_is_forgotten_is_not_found() -> None:
     kv = KVCacheManager(SIZES)
     table = open_table(kv)
     kv.register(table, TOKENS, 300)
-    kv.snapshot(table, 256, rolling=False)
+    kv.snapshot(table, 256, written=256)
     kv.forget(table, found=False)
     kv.close(table)
     gauges = kv.gauges()
@@ -160,7 +255,7 @@ def test_what_was_found_is_not_forgotten() -> None:
     leave(kv, TOKENS, [128])
     table = open_table(kv)
     kv.register(table, TOKENS, 300)
-    kv.snapshot(table, 256, rolling=False)
+    kv.snapshot(table, 256, written=256)
     kv.forget(table, found=False)
     kv.close(table)
     assert open_table(kv).cached_tokens == 128
