@@ -703,6 +703,15 @@ class Counting:
         self.last = token_id
         return allowed
 
+    def wait(self, seconds: float) -> bool:
+        """See `Grammar`."""
+        return True
+
+    @property
+    def error(self) -> str | None:
+        """See `Grammar`."""
+        return None
+
     @property
     def finished(self) -> bool:
         """See `Grammar`."""
