@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from flint_runtime import grammar_worker as worker
 from flint_runtime.errors import ResourceError, UsageError
-from flint_runtime.grammar_worker import Vocabulary
+from flint_runtime.grammar_worker import Limits, Vocabulary
 
 Mask = npt.NDArray[np.int32]
 
 MAX_GRAMMAR_CHARACTERS = 4 << 20
-_CACHED_GRAMMARS = 32
-"""Each one keeps a process, of 5 to 15 MB."""
+_CACHED_GRAMMARS = 64
+"""Each one keeps a process: 3 MB of its own, and what the grammar takes."""
 _CACHED_REFUSALS = 1024
 _MAX_GRAMMARS = 256
 """Different ones that are in use at the same time."""
@@ -34,23 +34,19 @@ _PATIENCE_S = 60.0
 """Real time for what has seconds of processor time: beyond it the machine is stuck."""
 _START_S = 120.0
 
-_GRAMMAR_LIMITS = (
-    f"{worker.COMPILE_SECONDS:.0f} s of processor time and {worker.MEMORY_BYTES >> 20} MB of memory to be compiled"
-)
-
 
 class GrammarPool:
     """Grammars over one vocabulary, each in its process. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, limits: Limits | None = None) -> None:
+        self._vocabulary, self._limits = vocabulary, limits or Limits()
         self._server: _Server | None = None
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, bytes], Future[_GrammarProcess]] = OrderedDict()
         self._refusals: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._processes: weakref.WeakSet[_GrammarProcess] = weakref.WeakSet()
         # Nobody's schema takes all processors from the engine.
-        self._compiling = threading.BoundedSemaphore(max(1, (os.cpu_count() or 1) // 2))
+        self._compiling = threading.BoundedSemaphore(max(2, (os.cpu_count() or 1) // 2))
         self.compiled = 0
         """Grammars for which a process was made."""
 
@@ -138,14 +134,15 @@ class GrammarPool:
     def _start(self) -> _Server:
         with self._lock:
             if self._server is None or not self._server.is_running():
-                self._server = _Server(self._vocabulary)
+                self._server = _Server(self._vocabulary, self._limits)
             return self._server
 
 
 class _Server:
     """The process from which those of the grammars are forked."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
+        self._limits = limits
         self._control, other = socket.socketpair()
         with other:
             try:
@@ -164,7 +161,7 @@ class _Server:
         self.close = weakref.finalize(self, _end, self._control, process)
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as pipe:
-            pickle.dump(vocabulary, pipe)
+            pickle.dump((vocabulary, limits), pipe)
         self._control.settimeout(_START_S)
         try:
             ready = self._control.recv(1)
@@ -196,17 +193,19 @@ class _Server:
             worker.send_text(channel, text)
             reason = worker.receive_text(channel)
         except OSError:
-            reason = _what_ended_it(time.monotonic() - begin, worker.COMPILE_SECONDS, _GRAMMAR_LIMITS)
+            seconds = self._limits.compile_seconds
+            reason = _what_ended_it(time.monotonic() - begin, seconds, self._limits, "to be compiled")
         if reason:
             channel.close()
             return None, reason
-        return _GrammarProcess(channel), ""
+        return _GrammarProcess(channel, self._limits), ""
 
 
 class _GrammarProcess:
     """A process that has a grammar. It ends when this object and its sessions are gone."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, limits: Limits) -> None:
+        self.limits = limits
         self._channel = channel
         self._lock = threading.Lock()
 
@@ -270,8 +269,8 @@ class Session:
             count = 0
         state = int(self._buffer[0]) if count else None
         if state is None:
-            limits = f"{worker.MASK_SECONDS:.0f} s of processor time for a token, or {worker.MEMORY_BYTES >> 20} MB"
-            self._fail(_what_ended_it(time.monotonic() - self._since, worker.MASK_SECONDS, limits))
+            limits = self._process.limits
+            self._fail(_what_ended_it(time.monotonic() - self._since, limits.mask_seconds, limits, "for a token"))
         elif state == worker.FAILED:
             self._fail(self._buffer.view(np.uint8)[worker.STATE.size : count].tobytes().decode("utf-8", "replace"))
         else:
@@ -285,11 +284,11 @@ class Session:
         self._channel.close()
 
 
-def _what_ended_it(seconds: float, limit: float, limits: str) -> str:
-    """Why a grammar's process is gone: the kernel ended it, and nobody could ask it why."""
-    if seconds >= limit:
-        return f"it takes too long, the limits are {limits}. Make it simpler."
-    return f"it takes too much memory or is nested too deeply, the limits are {limits}. Make it simpler."
+def _what_ended_it(took: float, seconds: float, limits: Limits, purpose: str) -> str:
+    """Why a grammar's process is gone: the kernel ended it, and nobody can ask it why."""
+    what = "takes too long" if took >= seconds else "takes too much memory or is nested too deeply"
+    memory = f"{limits.memory_bytes >> 20} MB of memory"
+    return f"it {what}; it may use {seconds:g} s of processor time {purpose} and {memory}. Make it simpler."
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -37,13 +37,8 @@ if TYPE_CHECKING:
 
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-COMPILE_SECONDS = 10.0
-"""Processor time that a grammar may take to be compiled. A schema of 50,000 texts of 15 characters takes 1 s."""
-MASK_SECONDS = 1.0
-"""The same for a token: taking it in, and the mask behind it. Ordinary masks take 0.1 to 5 ms."""
-MEMORY_BYTES = 256 << 20
-"""Memory of a grammar, its masks and states. The schema of 50,000 texts takes 60 MB, an ordinary one 12."""
-REASON_CHARACTERS = 600
+REASON_CHARACTERS = 500
+_NO_TEXT = "no text matches it"
 
 OPEN, FINISHED, FAILED = range(3)
 """States of a session: more may follow, only an end may follow, the answer cannot go on."""
@@ -58,8 +53,20 @@ _WHITESPACE = r"[ \t\r\n]{1,32}"
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Of one grammar. The kernel ends the process that goes beyond."""
+
+    compile_seconds: float = 10.0
+    """Processor time to compile it. A schema of 50,000 texts takes 1 to 2 s, an ordinary one some milliseconds."""
+    mask_seconds: float = 1.0
+    """Processor time for a token: to take it in, and for the mask behind it. Ordinary ones take 0.1 to 5 ms."""
+    memory_bytes: int = 256 << 20
+    """Of the grammar and the parser's states. The schema of 50,000 texts takes 60 MB, an ordinary one 12."""
+
+
+@dataclass(frozen=True)
 class Vocabulary:
-    """What the parser must know of a tokenizer. Pickled."""
+    """What the parser must know of a tokenizer."""
 
     tokenizer: str
     """tokenizer.json's text."""
@@ -69,12 +76,16 @@ class Vocabulary:
 
 
 def main(control_fd: int) -> None:
-    """Read a vocabulary from standard input, then fork a child for every grammar that comes, until the socket ends."""
+    """Fork a child for every grammar that comes, until the socket ends.
+
+    Args:
+        control_fd: of the control socket. The vocabulary and the limits come from standard input, pickled.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # It is the engine's to end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Children leave without being waited for.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=control_fd)
-    vocabulary: Vocabulary = pickle.load(sys.stdin.buffer)
+    vocabulary, limits = pickle.load(sys.stdin.buffer)
     parser = Parser(vocabulary)
     del vocabulary
     gc.freeze()  # The children share these pages as long as nobody writes to them.
@@ -85,17 +96,17 @@ def main(control_fd: int) -> None:
             return
         if os.fork() == 0:
             control.close()
-            _run_child(parser, socket.socket(fileno=descriptors[0]))
+            _run_child(parser, limits, socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
 
 
-def _run_child(parser: Parser, grammar: socket.socket) -> None:
+def _run_child(parser: Parser, limits: Limits, grammar: socket.socket) -> None:
     """Serve one grammar on a large stack, then leave without the interpreter's farewell."""
     threading.stack_size(_STACK_BYTES)
     # The reserved stack is address space, not memory.
-    most = _address_space() + _STACK_BYTES + MEMORY_BYTES
+    most = _address_space() + _STACK_BYTES + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    thread = threading.Thread(target=_Child(parser, grammar).serve)
+    thread = threading.Thread(target=_Child(parser, limits, grammar).serve)
     thread.start()
     thread.join()
     os._exit(0)
@@ -153,11 +164,11 @@ class Parser:
 class _Child:
     """Compiles one grammar and serves its sessions."""
 
-    def __init__(self, parser: Parser, grammar: socket.socket) -> None:
-        self._parser, self._grammar = parser, grammar
+    def __init__(self, parser: Parser, limits: Limits, grammar: socket.socket) -> None:
+        self._parser, self._limits, self._grammar = parser, limits, grammar
         self._sessions: dict[int, tuple[socket.socket, LLMatcher]] = {}
         self._poll = select.poll()
-        self._most_bytes = _resident() + MEMORY_BYTES // 2
+        self._most_bytes = _resident() + limits.memory_bytes // 2
 
     def serve(self) -> None:
         """Until nobody needs the grammar."""
@@ -174,14 +185,14 @@ class _Child:
     def _compile(self) -> bool:
         try:
             kind, text = receive_text(self._grammar), receive_text(self._grammar)
-            with _processor_time(COMPILE_SECONDS):
+            with _processor_time(self._limits.compile_seconds):
                 self._matcher = self._parser.compile(kind, text)
                 first = self._matcher.deep_copy()
                 mask = first.compute_bitmask()
             if first.is_error():
                 raise ValueError(first.get_error())
             if not any(mask):
-                raise ValueError("no text matches it")
+                raise ValueError(_NO_TEXT)
             self._first = (FINISHED if first.is_stopped() else OPEN, mask)
             reason = ""
         except OSError:
@@ -222,7 +233,7 @@ class _Child:
             return
         token = TOKEN.unpack(message)[0]
         try:
-            with _processor_time(MASK_SECONDS):
+            with _processor_time(self._limits.mask_seconds):
                 matcher.consume_token(token)
                 mask = matcher.compute_bitmask()
             error = matcher.get_error() if matcher.is_error() else ""
@@ -282,6 +293,8 @@ def _reason(text: str) -> str:
     for mark in ("<non-verbose/>", "<backtrace>"):
         text = text.partition(mark)[0]
     text = text.strip()
+    if text.startswith("NoExtension"):  # What the library says where even the first byte has no way on.
+        return _NO_TEXT
     return text if len(text) <= REASON_CHARACTERS else text[:REASON_CHARACTERS] + " ..."
 
 
