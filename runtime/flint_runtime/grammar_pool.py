@@ -24,7 +24,8 @@ from flint_runtime.grammar_worker import Limits, Vocabulary
 
 Mask = npt.NDArray[np.int32]
 
-MAX_GRAMMAR_CHARACTERS = 4 << 20
+MAX_CHARACTERS = 2 << 20
+"""Of a grammar's text: twice that of a schema of 50,000 texts."""
 _CACHED_GRAMMARS = 64
 """Each one keeps a process: 3 MB of its own, and what the grammar takes."""
 _CACHED_REFUSALS = 1024
@@ -35,6 +36,14 @@ _PATIENCE_S = 60.0
 _START_S = 120.0
 
 
+def check_size(kind: str, characters: int) -> None:
+    """Raise UsageError for a text that is too long, before anything reads it."""
+    if characters > MAX_CHARACTERS:
+        raise UsageError(
+            f"structured_outputs.{kind} has {characters:,} characters, and may have {MAX_CHARACTERS:,}. Shorten it."
+        )
+
+
 class GrammarPool:
     """Grammars over one vocabulary, each in its process. Thread-safe."""
 
@@ -42,9 +51,11 @@ class GrammarPool:
         self._vocabulary, self._limits = vocabulary, limits or Limits()
         self._server: _Server | None = None
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, bytes], Future[_GrammarProcess]] = OrderedDict()
+        self._making: dict[tuple[str, bytes], Future[_GrammarProcess]] = {}
+        self._processes: weakref.WeakValueDictionary[tuple[str, bytes], _GrammarProcess] = weakref.WeakValueDictionary()
+        self._latest: OrderedDict[tuple[str, bytes], _GrammarProcess] = OrderedDict()
+        """Those that are kept though nobody may use them."""
         self._refusals: OrderedDict[tuple[str, bytes], str] = OrderedDict()
-        self._processes: weakref.WeakSet[_GrammarProcess] = weakref.WeakSet()
         # Nobody's schema takes all processors from the engine.
         self._compiling = threading.BoundedSemaphore(max(2, (os.cpu_count() or 1) // 2))
         self.compiled = 0
@@ -57,19 +68,18 @@ class GrammarPool:
             UsageError: the grammar cannot be used, or takes too much.
             ResourceError: processes cannot be started.
         """
-        if len(text) > MAX_GRAMMAR_CHARACTERS:
-            raise UsageError(
-                f"structured_outputs.{kind} has {len(text):,} characters, and may have {MAX_GRAMMAR_CHARACTERS:,}. "
-                "Shorten it."
-            )
+        check_size(kind, len(text))
         key = (kind, hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
         for _ in range(2):
-            session = self._process(key, text).open(self._mask_words())
+            process = self._process(key, text)
+            session = process.open(self._mask_words())
             if session is not None:
                 return session
             # It has ended or takes nobody any more: a new one does.
             with self._lock:
-                self._cache.pop(key, None)
+                if self._processes.get(key) is process:
+                    del self._processes[key]
+                    self._latest.pop(key, None)
         raise ResourceError("The process of a grammar ended before it could be used. Is the machine out of memory?")
 
     def close(self) -> None:
@@ -78,7 +88,7 @@ class GrammarPool:
             if self._server is not None:
                 self._server.close()
             self._server = None
-            self._cache.clear()
+            self._latest.clear()
 
     def _mask_words(self) -> int:
         return -(-len(self._vocabulary.tokens) // 32)
@@ -89,47 +99,54 @@ class GrammarPool:
             if key in self._refusals:
                 self._refusals.move_to_end(key)
                 raise UsageError(self._refusals[key])
-            future = self._cache.get(key)
+            process = self._processes.get(key)
+            if process is not None:
+                self._keep(key, process)
+                return process
+            future = self._making.get(key)
             mine = future is None
             if future is None:
-                future = self._cache[key] = Future()
-            self._cache.move_to_end(key)
-            while len(self._cache) > _CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
+                future = self._making[key] = Future()
         if mine:
-            self._make(key, text, future)
+            try:
+                future.set_result(self._make(key, text))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                with self._lock:
+                    del self._making[key]
         try:
             return future.result()
-        except UsageError as error:
-            raise UsageError(str(error)) from None  # A new one for everyone.
+        except (UsageError, ResourceError) as error:
+            raise type(error)(str(error)) from None  # A new one for everyone.
 
-    def _make(self, key: tuple[str, bytes], text: str, future: Future[_GrammarProcess]) -> None:
-        kind = key[0]
-        try:
-            if len(self._processes) >= _MAX_GRAMMARS:
-                raise ResourceError(
-                    f"{_MAX_GRAMMARS} different grammars are in use, the most at the same time. Try again when some "
-                    "answers have ended."
-                )
-            with self._compiling:
-                process, reason = self._start().compile(kind, text)
-            if process is None:
-                message = f"structured_outputs.{kind} cannot be used: {reason}"
-                with self._lock:
-                    self._refusals[key] = message
-                    while len(self._refusals) > _CACHED_REFUSALS:
-                        self._refusals.popitem(last=False)
-                raise UsageError(message)
-            self.compiled += 1
-            self._processes.add(process)
-            future.set_result(process)
-        except BaseException as error:
-            with self._lock:
-                if self._cache.get(key) is future:
-                    del self._cache[key]
-            future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
+    def _make(self, key: tuple[str, bytes], text: str) -> _GrammarProcess:
+        if len(self._processes) >= _MAX_GRAMMARS:
+            raise ResourceError(
+                f"{_MAX_GRAMMARS} different grammars are in use, the most at the same time. Try again when some "
+                "answers have ended."
+            )
+        with self._compiling:
+            process, reason = self._start().compile(key[0], text)
+        with self._lock:
+            if process is not None:
+                self.compiled += 1
+                self._processes[key] = process
+                self._keep(key, process)
+                return process
+            message = f"structured_outputs.{key[0]} cannot be used: {reason}"
+            self._refusals[key] = message
+            while len(self._refusals) > _CACHED_REFUSALS:
+                self._refusals.popitem(last=False)
+        raise UsageError(message)
+
+    def _keep(self, key: tuple[str, bytes], process: _GrammarProcess) -> None:
+        self._latest[key] = process
+        self._latest.move_to_end(key)
+        while len(self._latest) > _CACHED_GRAMMARS:
+            self._latest.popitem(last=False)
 
     def _start(self) -> _Server:
         with self._lock:

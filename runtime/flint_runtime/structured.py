@@ -12,8 +12,8 @@ import math
 import numpy as np
 
 from flint_runtime.errors import UsageError
-from flint_runtime.grammar_pool import GrammarPool, Mask, Session
-from flint_runtime.grammar_worker import Vocabulary
+from flint_runtime.grammar_pool import GrammarPool, Mask, Session, check_size
+from flint_runtime.grammar_worker import Limits, Vocabulary
 from flint_runtime.sampling_params import StructuredOutputsParams
 from flint_runtime.tokenizer import Tokenizer
 
@@ -25,12 +25,13 @@ class GrammarCompiler:
     neither end the engine nor hold it up.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: Limits | None = None) -> None:
         """Collect the vocabulary. The process that has it starts with the first grammar: 1 s for 150,000 tokens.
 
         Args:
             tokenizer: its end-of-sequence ids are what a grammar allows where the text is complete.
             vocab_size: of the model, which may be larger; a token without text is never allowed.
+            limits: of each grammar.
         Raises:
             UsageError: the checkpoint has no end-of-sequence id.
         """
@@ -47,7 +48,8 @@ class GrammarCompiler:
                 [tokenizer.token_bytes(token) for token in range(vocab_size)],
                 [token for token in range(vocab_size) if tokenizer.is_special(token)],
                 list(tokenizer.eos_token_ids),
-            )
+            ),
+            limits,
         )
 
     def compile(self, params: StructuredOutputsParams, thinking: bool = False) -> MaskedGrammar:
@@ -118,6 +120,7 @@ def _source(params: StructuredOutputsParams) -> tuple[str, str]:
     if params.regex is not None:
         return "regex", params.regex
     if params.choice is not None:
+        check_size("choice", sum(map(len, params.choice)))
         return "choice", _dump(params.choice)
     assert params.grammar is not None
     return "grammar", params.grammar
