@@ -281,7 +281,7 @@ class Session:
             self._fail("its process does not answer; is the machine overloaded?")
             return True
         try:
-            count = self._channel.recv_into(self._buffer)
+            count = self._channel.recv_into(self._buffer.data)
         except OSError:
             count = 0
         state = int(self._buffer[0]) if count else None

@@ -147,7 +147,7 @@ class Parser:
 
         if kind == "json":
             source = LLMatcher.grammar_from_json_schema(
-                normalize_schema(text), overrides={"whitespace_pattern": _WHITESPACE}
+                normalize_schema(text), defaults={"whitespace_pattern": _WHITESPACE}
             )
         elif kind == "choice":
             # One terminal, not as many as there are texts: those would be told apart at every byte.
