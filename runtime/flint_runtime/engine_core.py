@@ -367,13 +367,12 @@ class EngineCore:
         """See what grammars allow next; the outputs of requests that end by it, well or not."""
         outputs = []
         for sequence, until in list(self._parsing.items()):
-            grammar = _grammar(sequence)
-            if sequence.status is not Status.FINISHED:
+            grammar, name = _grammar(sequence), sequence.request.request_id
+            if self._sequences.get(name) is sequence:
                 if not grammar.wait(until - time.perf_counter()):
                     continue
                 if grammar.error or grammar.finished:
                     reason: FinishReason = "error" if grammar.error else "stop"
-                    name = sequence.request.request_id
                     outputs.append(CoreOutput(name, (), reason, grammar.error, None, sequence.cached_tokens))
                     del self._sequences[name]
                     self._scheduler.finish(sequence)

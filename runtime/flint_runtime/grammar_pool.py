@@ -175,7 +175,7 @@ class _Server:
                 raise ResourceError(f"The process that compiles grammars cannot be started: {error}.") from None
         self._process = process
         self._lock = threading.Lock()
-        self.close = weakref.finalize(self, _end, self._control, process)
+        self.close = weakref.finalize(self, _end, self._control, process, os.getpid())
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as pipe:
             pickle.dump((vocabulary, limits), pipe)
@@ -308,7 +308,9 @@ def _what_ended_it(took: float, seconds: float, limits: Limits, purpose: str) ->
     return f"it {what}; it may use {seconds:g} s of processor time {purpose} and {memory}. Make it simpler."
 
 
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
     control.close()
+    if os.getpid() != owner:  # A forked child says goodbye: the server is its parent's.
+        return
     process.kill()
     process.wait()

@@ -248,6 +248,24 @@ def _is_zombie(pid: int) -> bool:
     return ") Z" in Path(f"/proc/{pid}/stat").read_text()
 
 
+def test_a_forked_child_leaves_the_server_alone() -> None:
+    code = """
+import os
+from tests.runtime.test_grammar_pool import GrammarPool, STRICT, TOKENIZER, VOCABULARY, server
+pool = GrammarPool(VOCABULARY, STRICT)
+session = pool.open("regex", "[ab]{9}")
+if not os.fork():
+    raise SystemExit
+os.wait()
+session.advance(TOKENIZER.encode("a")[0])
+assert session.wait(20) and session.error is None, session.error
+pid = server(pool)
+assert pool.open("regex", "[cd]{9}").mask.any() and server(pool) == pid
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_ctrl_c_is_for_the_engine(pool: GrammarPool) -> None:
     session = pool.open("regex", "[ab]{9}")
     for pid in (server(pool), *children(server(pool))):
