@@ -3,7 +3,8 @@
 Step n + 1 is scheduled, built and submitted while the device runs step n; only then are step n's tokens read. A stream
 whose last token is not read yet takes it from its slot on the device. So the end of a stream at a stop token is seen a
 step late: the token that was drawn behind it is dropped. Streams whose next step depends on their last token (a
-grammar, speculation) sit out the step that is submitted before it is read.
+grammar, speculation) sit out the step that is submitted before it is read. Grammars are parsed in other processes: who
+waits for one that takes long sits out more steps, and the others do not wait.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from flint_runtime.errors import UsageError
 from flint_runtime.executors.base import NO_TOKEN, Executor, Pending, StepResult
 from flint_runtime.executors.step import DRAW, NO_SLOT, RowSampling, SequencePart, build_step, from_slot
 from flint_runtime.kv_cache import KVCacheManager, choose_kv_cache
-from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, TokenOutput
+from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, Grammar, TokenOutput
 from flint_runtime.scheduler import ScheduledStep, Scheduler
 from flint_runtime.sequence import Sequence, Status
 
 _NOTHING: list[int] = []
+_PARSING_SECONDS = 0.002
+"""How long a step waits for what grammars allow next. Most take a tenth of that; joining this step saves them one."""
+_IDLE_SECONDS = 0.01
+"""The same where there is nothing else to do."""
 _NOT_FINITE = (
     "The model's logits are not finite: the weights are damaged, or it is a bug of ours. Check the engine with: "
     "run-engine verify"
@@ -142,6 +147,8 @@ class EngineCore:
         self._speculative = config.num_speculative_tokens > 0
         self._sequences: dict[str, Sequence] = {}
         self._flights: deque[_InFlight] = deque()
+        self._parsing: dict[Sequence, float] = {}
+        """Sequences whose grammar parses their last token, and until when steps wait for it."""
         self._last_done = 0.0
         self._number = 0
         self._prompt_tokens_computed = self._generated_tokens = 0
@@ -194,6 +201,7 @@ class EngineCore:
         """End a request; there is no further output for it. An unknown id, as of one that just ended, is ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
+            self._parsing.pop(sequence, None)
             self._scheduler.finish(sequence)
 
     def has_work(self) -> bool:
@@ -210,15 +218,19 @@ class EngineCore:
         flights = self._flights
         if flights and flights[0].done is None and flights[0].pending.done():
             flights[0].done = begin
+        ended = self._await_grammars()
         scheduled = self._scheduler.schedule()
         if scheduled is not None:
             self._submit(scheduled)
+        elif not flights and self._parsing:
+            _grammar(next(iter(self._parsing))).wait(_IDLE_SECONDS)
+            return ended
         elif not flights:
             assert not self.has_work(), "requests are left, but nothing can run: a bug"
-            return []
+            return ended
         if len(flights) == 1 and scheduled is not None:
             self._host_seconds += time.perf_counter() - begin
-            return []
+            return ended
         flight = flights.popleft()
         waited = time.perf_counter()
         result = flight.pending.result()
@@ -227,7 +239,7 @@ class EngineCore:
         # The device starts a step when it is submitted and the one before is done.
         self._scheduler.record(flight.step, done - max(flight.submitted, self._last_done))
         self._last_done = done
-        outputs = self._read(flight, result)
+        outputs = ended + self._read(flight, result)
         self._host_seconds += time.perf_counter() - begin - (now - waited)
         return outputs
 
@@ -349,6 +361,25 @@ class EngineCore:
             rows.append((-1, RowSampling()))
         return parts, first_rows
 
+    # --- Grammars -------------------------------------------------------------------------------------------------
+
+    def _await_grammars(self) -> list[CoreOutput]:
+        """See what grammars allow next; the outputs of requests that end by it, well or not."""
+        outputs = []
+        for sequence, until in list(self._parsing.items()):
+            grammar, name = _grammar(sequence), sequence.request.request_id
+            if self._sequences.get(name) is sequence:
+                if not grammar.wait(until - time.perf_counter()):
+                    continue
+                if grammar.error or grammar.finished:
+                    reason: FinishReason = "error" if grammar.error else "stop"
+                    outputs.append(CoreOutput(name, (), reason, grammar.error, None, sequence.cached_tokens))
+                    del self._sequences[name]
+                    self._scheduler.finish(sequence)
+            sequence.parsing = False
+            del self._parsing[sequence]
+        return outputs
+
     # --- Reading --------------------------------------------------------------------------------------------------
 
     def _read(self, flight: _InFlight, result: StepResult) -> list[CoreOutput]:
@@ -398,6 +429,8 @@ class EngineCore:
             token = tokens[row]
             if token == NO_TOKEN:
                 reason, error = "error", _NOTHING_ALLOWED if sequence.constrained else _NOT_FINITE
+                if grammar is not None and grammar.error:
+                    error = grammar.error
                 sequence.tainted = True
                 break
             known.append(token)
@@ -432,7 +465,16 @@ class EngineCore:
         if reason:
             del self._sequences[request.request_id]
             self._scheduler.finish(sequence)
+        elif grammar is not None:
+            sequence.parsing = True
+            self._parsing[sequence] = time.perf_counter() + _PARSING_SECONDS
         return CoreOutput(request.request_id, tuple(new), reason, error, prompt_logprobs, sequence.cached_tokens)
+
+
+def _grammar(sequence: Sequence) -> Grammar:
+    """That of a sequence which has one."""
+    assert sequence.request.grammar is not None
+    return sequence.request.grammar
 
 
 def _token_output(token: int, row: int, most: int, result: StepResult) -> TokenOutput:

@@ -66,6 +66,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free the executor; requests that are running are lost."""
+        if "_grammars" in self.__dict__:
+            self._grammars.close()
         self._executor.close()
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> PreparedRequest:
@@ -75,6 +77,11 @@ class LLMEngine:
             UsageError: the request cannot be served.
         """
         arrival = time.monotonic()
+        if isinstance(prompt, str) and (least := self.tokenizer.least_tokens(prompt)) >= self.max_model_len:
+            raise UsageError(
+                f"The prompt has {len(prompt):,} characters, which are {least:,} tokens or more; this engine's context "
+                f"is {self.max_model_len:,} tokens. Shorten it, or build the engine with a larger --max-context."
+            )
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if any(type(token) is not int for token in token_ids):
             raise UsageError(f"The prompt must be a text or token ids, found {prompt!r:.100}.")

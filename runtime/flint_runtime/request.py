@@ -18,14 +18,24 @@ class Grammar(Protocol):
     """What a request's output must match, as far as it has come. Used by one request."""
 
     def mask(self) -> npt.NDArray[np.int32]:
-        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32; none: the request ends with an error."""
+        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32; none: the request ends with an error.
+
+        Waits for what follows from the token accepted last.
+        """
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a drawn token. False: it was not allowed (a bug)."""
+        """Begin to advance by a drawn token. False: it was not allowed (a bug)."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most until it is known what follows from the token accepted last; whether it is."""
 
     @property
     def finished(self) -> bool:
-        """Whether only an end-of-sequence token may follow."""
+        """Whether only an end-of-sequence token may follow; false until it is known."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer cannot go on."""
 
 
 @dataclass

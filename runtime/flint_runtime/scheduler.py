@@ -161,7 +161,7 @@ class Scheduler:
             start, total = sequence.num_computed, sequence.num_tokens
             if total - start != 1 or total == sequence.max_length:
                 continue
-            if sequence.synchronous and len(sequence.tokens) != total:
+            if sequence.synchronous and (sequence.parsing or len(sequence.tokens) != total):
                 continue
             if start >= sequence.next_boundary and not self._enter_page(sequence):
                 continue

@@ -48,6 +48,7 @@ class Sequence:
         "num_top",
         "num_written",
         "number",
+        "parsing",
         "prompt_logprobs",
         "request",
         "status",
@@ -101,6 +102,8 @@ class Sequence:
             self.lookup = PromptLookup(self.tokens)
         self.synchronous = self.lookup is not None or request.grammar is not None
         """Whether its last token must be known here before its next step is made."""
+        self.parsing = False
+        """Whether it is not known yet what its grammar allows after its last token."""
         self.biased = False
         """Whether its slot has a logit bias."""
         self.banning = False

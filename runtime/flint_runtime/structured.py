@@ -7,32 +7,31 @@ but xgrammar brings torch, transformers and triton, and llguidance nothing.
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+import math
 
 import numpy as np
-import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from flint_runtime.errors import UsageError
+from flint_runtime.grammar_pool import GrammarPool, Mask, Session, check_size
+from flint_runtime.grammar_worker import Limits, Vocabulary
 from flint_runtime.sampling_params import StructuredOutputsParams
 from flint_runtime.tokenizer import Tokenizer
 
-Mask = npt.NDArray[np.int32]
-
-_CACHED_GRAMMARS = 128
-_WHITESPACE = r"[ \t\r\n]{1,32}"
-"""Between the tokens of JSON. Bounded: a small model may otherwise write white space for ever."""
-
 
 class GrammarCompiler:
-    """Compiles grammars over one tokenizer's vocabulary, keeping the latest. Thread-safe."""
+    """Compiles grammars over one tokenizer's vocabulary, keeping the latest. Thread-safe.
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Prepare a vocabulary: 0.2 s for 150,000 tokens.
+    Each one lives in a process of its own, with limits (`flint_runtime.grammar_worker`): what a request brings can
+    neither end the engine nor hold it up.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, limits: Limits | None = None) -> None:
+        """Collect the vocabulary. The process that has it starts with the first grammar: 1 s for 150,000 tokens.
 
         Args:
             tokenizer: its end-of-sequence ids are what a grammar allows where the text is complete.
             vocab_size: of the model, which may be larger; a token without text is never allowed.
+            limits: of each grammar.
         Raises:
             UsageError: the checkpoint has no end-of-sequence id.
         """
@@ -42,11 +41,16 @@ class GrammarCompiler:
                 "eos_token_id."
             )
         self._thinking_end = tokenizer.thinking_end_id
-        self._vocabulary = LLTokenizer(
-            TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)), eos_token=list(tokenizer.eos_token_ids)
-        )
         self._free = _all_but(tokenizer.eos_token_ids, vocab_size)
-        self._matcher = lru_cache(_CACHED_GRAMMARS)(self._compile)
+        self._pool = GrammarPool(
+            Vocabulary(
+                tokenizer.to_json(),
+                [tokenizer.token_bytes(token) for token in range(vocab_size)],
+                [token for token in range(vocab_size) if tokenizer.is_special(token)],
+                list(tokenizer.eos_token_ids),
+            ),
+            limits,
+        )
 
     def compile(self, params: StructuredOutputsParams, thinking: bool = False) -> MaskedGrammar:
         """A grammar in its first state.
@@ -54,75 +58,59 @@ class GrammarCompiler:
         Args:
             thinking: the answer starts inside a thinking part, which is free; the grammar holds for what follows it.
         Raises:
-            UsageError: the schema, expression or grammar is wrong or too large, or has what llguidance has not.
+            UsageError: the schema, expression or grammar is wrong, matches nothing, takes too much, or has what
+                llguidance has not.
+            ResourceError: processes cannot be started.
         """
-        kind, text = _source(params)
-        matcher = self._matcher(kind, text).deep_copy()
-        return MaskedGrammar(matcher, self._free, self._thinking_end if thinking else None)
+        session = self._pool.open(*_source(params))
+        return MaskedGrammar(session, self._free, self._thinking_end if thinking else None)
 
-    def _compile(self, kind: str, text: str) -> LLMatcher:
-        try:
-            if kind == "json":
-                source = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
-            else:
-                source = grammar_from(kind, text)  # type: ignore[arg-type]
-            error = LLMatcher.validate_grammar(source, self._vocabulary)
-        except ValueError as found:
-            error = str(found)
-        if error:
-            raise UsageError(f"structured_outputs.{kind} cannot be used: {error.strip()}")
-        return LLMatcher(self._vocabulary, source, log_level=0)
+    def close(self) -> None:
+        """End the processes of the grammars."""
+        self._pool.close()
 
 
 class MaskedGrammar:
     """The state of one answer: `flint_runtime.request.Grammar`."""
 
-    def __init__(self, matcher: LLMatcher, free: Mask, thinking_end: int | None) -> None:
-        self._matcher, self._free = matcher, free
+    def __init__(self, session: Session, free: Mask, thinking_end: int | None) -> None:
+        self._session, self._free = session, free
         self._thinking_end = thinking_end
         """The token that ends the thinking part; None behind it."""
+
+    def wait(self, seconds: float) -> bool:
+        """See `Grammar`."""
+        return self._session.wait(seconds)
 
     def mask(self) -> Mask:
         """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32. While the model thinks, all but the end.
 
-        None where the parser has given up, as over a text that is too ambiguous: llguidance would let the answer end
-        there as if it were complete.
+        None where the parser has given up, as over a text that is too ambiguous.
         """
         if self._thinking_end is not None:
             return self._free
-        mask = np.empty_like(self._free)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            mask[:] = 0
-        return mask
+        self._session.wait(math.inf)
+        return self._session.mask
 
     def accept(self, token_id: int) -> bool:
         """Advance by a drawn token; false if it was not allowed."""
+        allowed = bool(self.mask()[token_id // 32] >> token_id % 32 & 1)
         if self._thinking_end is None:
-            return self._matcher.consume_token(token_id)
-        if token_id == self._thinking_end:
+            if allowed:
+                self._session.advance(token_id)
+        elif token_id == self._thinking_end:
             self._thinking_end = None
-        return bool(self._free[token_id // 32] >> token_id % 32 & 1)
+        return allowed
 
     @property
     def finished(self) -> bool:
-        """Whether only an end-of-sequence token may follow."""
-        return self._thinking_end is None and self._matcher.is_stopped() and not self._matcher.is_error()
+        """Whether only an end-of-sequence token may follow, as far as the parser has come."""
+        return self._thinking_end is None and self._session.wait(0) and self._session.finished
 
-
-class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self.eos_token_id = tokenizer.eos_token_ids[0]
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
-        self.special_token_ids = [token for token in range(vocab_size) if tokenizer.is_special(token)]
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode())
+    @property
+    def error(self) -> str | None:
+        """See `Grammar`."""
+        return self._session.error
 
 
 def _source(params: StructuredOutputsParams) -> tuple[str, str]:
@@ -132,6 +120,7 @@ def _source(params: StructuredOutputsParams) -> tuple[str, str]:
     if params.regex is not None:
         return "regex", params.regex
     if params.choice is not None:
+        check_size("choice", sum(map(len, params.choice)))
         return "choice", _dump(params.choice)
     assert params.grammar is not None
     return "grammar", params.grammar
@@ -140,7 +129,7 @@ def _source(params: StructuredOutputsParams) -> tuple[str, str]:
 def _dump(value: object) -> str:
     try:
         return json.dumps(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"structured_outputs.json is not JSON: {error}") from None
 
 

@@ -81,6 +81,13 @@ def test_a_stream_comes_piece_by_piece(llm: AsyncLLM) -> None:
     asyncio.run(main())
 
 
+def test_a_text_that_cannot_fit_is_not_encoded(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes say so: no token is that long."""
+    monkeypatch.setattr(TOKENIZER, "encode", None)
+    with pytest.raises(UsageError, match=r"has 2,000,000 characters, which are .* tokens or more"):
+        asyncio.run(text_of(llm, "a " * 1_000_000))
+
+
 @pytest.mark.parametrize("how", ["break", "cancel", "close"])
 def test_s1_who_stops_listening_aborts(llm: AsyncLLM, core: FakeCore, how: str) -> None:
     endless(core)

@@ -705,6 +705,15 @@ class Counting:
         self.last = token_id
         return allowed
 
+    def wait(self, seconds: float) -> bool:
+        """See `Grammar`."""
+        return True
+
+    @property
+    def error(self) -> str | None:
+        """See `Grammar`."""
+        return None
+
     @property
     def finished(self) -> bool:
         """See `Grammar`."""
@@ -735,6 +744,68 @@ def test_a_grammar_that_allows_nothing() -> None:
     found = run(core, [request("a", prompt(10), 5, grammar=Nothing(1)), request("b", prompt(10), 5)])
     assert found.last("a").finish_reason == "error" and "forbid every token" in (found.last("a").error or "")
     assert found.last("b").finish_reason == "length"
+
+
+class Slow(Counting):
+    """Takes so many looks until it is known what follows."""
+
+    looks = 3
+
+    def __init__(self, start: int, failing: bool = False) -> None:
+        super().__init__(start)
+        self.failing, self.left, self.known = failing, 0, start
+
+    def accept(self, token_id: int) -> bool:
+        """See `Grammar`."""
+        assert not self.left, "the core did not wait"
+        self.left = self.looks
+        return super().accept(token_id)
+
+    def wait(self, seconds: float) -> bool:
+        """See `Grammar`."""
+        self.left = max(0, self.left - 1)
+        return not self.left
+
+    @property
+    def finished(self) -> bool:
+        """See `Grammar`."""
+        return not self.left and not self.failing and super().finished
+
+    @property
+    def error(self) -> str | None:
+        """See `Grammar`."""
+        return "too slow" if not self.left and self.failing and self.last > 20 else None
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("pages", [10, 100])
+def test_a_slow_grammar_sits_out(others: int, pages: int) -> None:
+    """Until it is known what may follow; it ends well or with its error, and those beside it as if alone."""
+    core, _ = open_core(pages=pages, max_model_len=600, snapshots=0)
+    free = [request(f"f{i}", prompt(100, 10 + i), 60) for i in range(others)]
+    slow = [
+        request("well", prompt(100, 1), 50, grammar=Slow(1)),
+        request("ill", prompt(90, 2), 50, grammar=Slow(1, True)),
+    ]
+    found = run(core, [*free, *slow])
+    assert found.last("well").finish_reason == "stop" and found.tokens("well")[-1] % 20 == 0
+    assert found.last("ill").finish_reason == "error" and found.last("ill").error == "too slow"
+    for one in free:
+        assert found.tokens(one.request_id) == expected_tokens(one)
+    check_idle(core)
+
+
+def test_a_slow_grammar_is_aborted() -> None:
+    core, _ = open_core()
+    one = request("a", prompt(10), 50, grammar=Slow(1))
+    core.add(one)
+    while not one.grammar.left:  # type: ignore[union-attr]
+        core.step()
+    core.abort("a")
+    while core.has_work():
+        assert not core.step()
+    assert not core._parsing
+    check_idle(core)
 
 
 # --- Speculation ------------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flint_runtime.errors import UsageError
+from flint_runtime.json_schema import KNOWN_FORMATS
 from flint_runtime.sampling_params import StructuredOutputsParams
 from flint_runtime.structured import GrammarCompiler, MaskedGrammar
 from flint_runtime.tokenizer import Tokenizer
@@ -104,19 +106,34 @@ def test_the_thinking_part_is_free() -> None:
     assert not EOS & allowed(grammar) and matches(grammar, "yes") and grammar.finished
 
 
-def test_a_parser_that_has_given_up_ends_no_answer() -> None:
-    """So that the request ends with an error, not with half a text."""
+def test_a_token_that_is_not_allowed_changes_nothing() -> None:
     grammar = COMPILER.compile(StructuredOutputsParams(regex="[a-f]{3}"))
     assert not grammar.accept(TOKENIZER.encode("z")[0])
-    assert not grammar.finished and not allowed(grammar)
+    assert not grammar.finished and grammar.error is None and matches(grammar, "abc")
+
+
+def test_a_parser_that_has_given_up_ends_no_answer() -> None:
+    """So that the request ends with an error, not with half a text."""
+    session = COMPILER._pool.open("regex", "[a-f]{3}")
+    session.advance(TOKENIZER.encode("z")[0])
+    assert session.wait(10) and session.error and not session.finished and not session.mask.any()
 
 
 def test_requests_do_not_share_a_state() -> None:
-    """The second request gets the grammar from the cache."""
-    params = StructuredOutputsParams(choice=["ab"])
-    first, second = COMPILER.compile(params), COMPILER.compile(params)
-    assert matches(first, "ab") and matches(second, "ab")
-    assert COMPILER._matcher.cache_info().hits > 0
+    """The second request gets the grammar from the cache, and so does who asks while it is being compiled."""
+    params = StructuredOutputsParams(choice=["ab", "cd"])
+    compiled = COMPILER._pool.compiled
+    with ThreadPoolExecutor(4) as threads:
+        grammars = list(threads.map(lambda _: COMPILER.compile(params), range(8)))
+    assert all(matches(grammar, "ab") for grammar in grammars)
+    assert COMPILER._pool.compiled == compiled + 1
+
+
+def test_what_was_refused_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match="unclosed"):
+            COMPILER.compile(StructuredOutputsParams(regex="(again"))
+        monkeypatch.setattr(COMPILER._pool, "_start", None)  # Nothing is compiled again.
 
 
 @pytest.mark.parametrize(
@@ -127,7 +144,15 @@ def test_requests_do_not_share_a_state() -> None:
         ({"json": {"$ref": "#/nowhere"}}, "nowhere"),
         ({"json": {"const": {1, 2}}}, "is not JSON"),
         ({"json": {"type": "object", "unevaluatedProperties": False}}, "unevaluatedProperties"),
+        ({"json": "false"}, "no text matches"),
+        ({"json": "[]"}, "must be an object"),
+        ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "Unsatisfiable"),
+        ({"json": {"$ref": "#"}}, "no text matches it"),
+        ({"json": '{"anyOf":[' * 5000 + "{}" + "]}" * 5000}, "nested too deeply"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"regex": "(a"}, "unclosed group"),
+        ({"regex": r"[^\s\S]"}, "no text matches it"),
+        ({"regex": "a" * (5 << 20)}, "has 5,242,880 characters, and may have 2,097,152"),
         ({"grammar": "start: nothing"}, "nothing"),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar"),
     ],
@@ -135,6 +160,51 @@ def test_requests_do_not_share_a_state() -> None:
 def test_what_cannot_be_compiled(params: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         COMPILER.compile(StructuredOutputsParams(**params))
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_FORMATS))
+def test_formats_that_the_library_knows(name: str) -> None:
+    """So that it gets them, and only the others are left out."""
+    grammar = COMPILER.compile(StructuredOutputsParams(json={"type": "string", "format": name}))
+    assert matches(grammar, '"@ @"') == (name == "unknown")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "color"},
+        {"type": "string", "format": "uri-reference"},
+        {"type": "string", "not": False},
+        {"type": "object", "properties": {"format": {"type": "string", "format": "color"}}},
+        {"type": "array", "items": {"type": "string", "format": "x"}, "uniqueItems": False},
+        {"type": "object", "unevaluatedProperties": True, "propertyNames": {}, "dependentRequired": {}},
+        {"$ref": "#/components/a", "components": {"a": {"type": "array", "uniqueItems": False}}},
+        {"enum": [{"format": "color", "uniqueItems": False}]},
+        True,
+    ],
+    ids=str,
+)
+def test_keywords_that_say_nothing(schema: dict[str, Any] | bool) -> None:
+    """Are no reason to refuse a schema, wherever they stand; what only looks like them stays."""
+    values: list[Any] = ["red", ["a", "a"], {"format": "red"}, {"b": 1}, {"format": "color", "uniqueItems": False}]
+    right = {json.dumps(value) for value in values if _valid(schema, value)}
+    found = {
+        json.dumps(v)
+        for v in values
+        if matches(COMPILER.compile(StructuredOutputsParams(json=json.dumps(schema))), json.dumps(v))
+    }
+    assert found == right and right
+
+
+def _valid(schema: dict[str, Any] | bool, value: Any) -> bool:
+    """By hand, as far as these schemas go."""
+    if isinstance(schema, bool):
+        return schema
+    if "$ref" in schema:
+        return isinstance(value, list)
+    if "enum" in schema:
+        return value in schema["enum"]
+    return isinstance(value, {"string": str, "array": list, "object": dict}[schema["type"]])
 
 
 def test_imports_no_torch() -> None:

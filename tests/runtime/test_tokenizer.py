@@ -37,6 +37,27 @@ def test_encode_and_decode_as_transformers(text: str) -> None:
     assert TOKENIZER.decode(ids) == ORACLE.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("text", [text * 3000 for text in TEXTS[1:]])
+def test_long_texts(text: str) -> None:
+    """Which are encoded without the interpreter lock; and a text has never fewer tokens than its bytes say."""
+    ids = TOKENIZER.encode(text)
+    assert ids == TOKENIZER._tokenizer.encode(text, add_special_tokens=False).ids
+    assert 1 <= TOKENIZER.least_tokens(text) <= len(ids)
+
+
+def test_texts_of_which_bytes_say_nothing(tmp_path: Path) -> None:
+    """A normalizer, or a token that takes white space with it, may leave few tokens of many bytes."""
+    shutil.copytree(NANO_DIRECTORY, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    for change in (
+        {"normalizer": {"type": "NFC"}},
+        {"added_tokens": [{**tokenizer["added_tokens"][0], "lstrip": True}]},
+    ):
+        path.write_text(json.dumps(tokenizer | change))
+        assert Tokenizer(tmp_path).least_tokens("a" * 100_000) == 0
+
+
 def conversations() -> list[dict[str, Any]]:
     """Conversations of every kind, with tools, thinking switched off, and content in parts."""
     found: list[dict[str, Any]] = [
