@@ -9,6 +9,7 @@ take all: it leaves half of a step to those behind it, so that a short one need 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -103,6 +104,14 @@ class Scheduler:
         """The first waiting sequence for which there was no room, and the releases up to then."""
         self._admitted: list[Sequence] = []
         self._last_phase: Phase = "decode"
+
+    def successor(self, kv: KVCacheManager) -> Scheduler:
+        """One without sequences, over another cache, that goes on with this one's counters and its pace."""
+        new = copy.copy(self)
+        new.waiting, new.running, new._admitted = deque(), [], []
+        new._kv, new._leaving, new._preempted, new._blocked = kv, 0, 0, None
+        new._last_phase = "decode"
+        return new
 
     # --- Requests -------------------------------------------------------------------------------------------------
 

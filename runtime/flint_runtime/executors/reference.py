@@ -200,6 +200,10 @@ class ReferenceExecutor(Executor):
         self.unread += 1
         return _Finished(self, outcome)
 
+    def discard(self) -> None:
+        """See `Executor.discard`."""
+        self.unread = 0
+
     @torch.inference_mode()
     def _run(self, phase: Phase, step: Step, logits: bool) -> StepResult:
         """Run one step. Schema errors name the node."""
