@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flint_runtime.errors import EngineDeadError, FlintError, UsageError
@@ -187,27 +188,22 @@ class EngineCore:
         if request.request_id in self._sequences:
             raise UsageError(f"Request id {request.request_id!r} is in use; choose another.")
         sequence = Sequence(request, self._number, speculative=self._speculative)
-        self._torn = True
-        self._number += 1
-        self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
-        self._torn = False
+        with self._change():
+            self._number += 1
+            self._sequences[request.request_id] = sequence
+            self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request; there is no further output for it. An unknown id, as of one that just ended, is ignored."""
         if request_id not in self._sequences and not self._outputs:
             return
         try:
-            self._mend()
-            self._torn = True
-            self._outputs = [output for output in self._outputs if output.request_id != request_id]
-            sequence = self._sequences.pop(request_id, None)
-            if sequence is not None:
-                self._scheduler.finish(sequence)
-            self._torn = False
-        except EngineDeadError:  # Who aborts need not know; whoever wants anything else hears of it.
-            self._sequences.pop(request_id, None)
-        except Exception:
+            with self._change():
+                self._outputs = [output for output in self._outputs if output.request_id != request_id]
+                sequence = self._sequences.pop(request_id, None)
+                if sequence is not None:
+                    self._scheduler.finish(sequence)
+        except Exception:  # Who aborts need not know: the request has ended, and who goes on hears of a dead engine.
             logger.exception("Request %r could not be aborted.", request_id)
             self._sequences.pop(request_id, None)
 
@@ -281,6 +277,18 @@ class EngineCore:
         )
 
     # --- When something goes wrong --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change to the books; cut short, it is mended at once, or by the next one."""
+        self._mend()
+        self._torn = True
+        try:
+            yield
+        except BaseException:
+            self._mend()
+            raise
+        self._torn = False
 
     def _end(self, sequence: Sequence) -> None:
         self._sequences.pop(sequence.request.request_id, None)

@@ -88,9 +88,7 @@ def _check_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> None:
     outside = [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]
     if outside:
         found = ", ".join(f"{shown(token)}" for token in outside[:5])
-        raise UsageError(
-            f"{name} has token ids [{found}] outside the vocabulary of {vocab_size}. Leave them out."
-        )
+        raise UsageError(f"{name} has token ids [{found}] outside the vocabulary of {vocab_size}. Leave them out.")
 
 
 def _check_bias(bias: Mapping[int, float], vocab_size: int) -> None:

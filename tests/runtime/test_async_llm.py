@@ -70,9 +70,16 @@ def test_many_requests_at_once(llm: AsyncLLM) -> None:
     assert found == [f"question {i}" for i in range(100, 132)]
 
 
-def test_a_stream_comes_piece_by_piece(llm: AsyncLLM) -> None:
+def test_a_stream_comes_piece_by_piece(llm: AsyncLLM, core: FakeCore) -> None:
+    """As long as its reader takes every piece before the next one comes."""
+    taken = threading.Semaphore(1)
+    core.before_step = lambda: taken.acquire(timeout=10) and None
+
     async def main() -> None:
-        outputs = [o async for o in llm.generate("Paris Rome", SamplingParams(), "mine")]
+        outputs = []
+        async for output in llm.generate("Paris Rome", SamplingParams(), "mine"):
+            outputs.append(output)
+            taken.release()
         ids = TOKENIZER.encode("Paris Rome")
         assert [o.outputs[0].token_ids for o in outputs[:-1]] == [ids[: i + 1] for i in range(len(ids))]
         assert outputs[-1].outputs[0].text == "Paris Rome"
