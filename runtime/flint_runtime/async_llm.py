@@ -341,12 +341,12 @@ class _Worker:
             return
         try:
             output = engine.abort_request(command.request_id)
+            last = _flint_error(LookupError("the engine does not know it")) if output is None else output
         except Exception as error:
             logger.exception("Request %r could not be aborted.", command.request_id)
-            self._forget(stream)
-            self._send([(stream, _flint_error(error))])
-        else:
-            self._report(engine, [output] if output else [])
+            last = _flint_error(error)
+        self._forget(stream)
+        self._send([(stream, last)])
 
     def _report(self, engine: LLMEngine, outputs: list[RequestOutput]) -> None:
         """Send outputs to their streams, and forget the finished; abort requests whose event loop is gone."""
@@ -358,13 +358,11 @@ class _Worker:
                 if output.finished:
                     self._streams.pop(output.request_id, None)
         for stream in self._send(items):
-            if self._forget(stream):
-                engine.abort_request(stream.request_id)
+            self._abort(engine, _Abort(stream.request_id, stream))
 
-    def _forget(self, stream: RequestStream) -> bool:
-        """Whether the stream was known."""
+    def _forget(self, stream: RequestStream) -> None:
         with self._lock:
-            return self._streams.pop(stream.request_id, None) is not None
+            self._streams.pop(stream.request_id, None)
 
     def _send(self, items: list[_Item]) -> list[RequestStream]:
         """Put items into their streams, one call per event loop; the streams whose loop is closed."""

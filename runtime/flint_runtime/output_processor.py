@@ -126,7 +126,10 @@ class OutputProcessor:
     def _report(self, request: _Request, now: float) -> RequestOutput | None:
         if not request.unfinished:
             del self._requests[request.request_id]
-            self._metrics.finish(request.record(now))
+            try:
+                self._metrics.finish(request.record(now))
+            except Exception:  # A count or a log line that is wrong costs nobody an answer.
+                logger.exception("Request %r could not be counted.", request.request_id)
         elif request.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return request.output()

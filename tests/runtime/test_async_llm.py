@@ -179,7 +179,7 @@ def test_requests_that_cannot_be_served(llm: AsyncLLM, core: FakeCore) -> None:
 
 @pytest.fixture
 def bystander(llm: AsyncLLM, core: FakeCore) -> Iterator[Callable[[Callable[[], Awaitable[None]]], None]]:
-    """Runs something while somebody else's stream goes on as if alone, and the engine lives; 10 s at most."""
+    """Runs something while somebody else's stream goes on as if alone, and the engine lives; 60 s at most."""
 
     def run(what: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -192,7 +192,7 @@ def bystander(llm: AsyncLLM, core: FakeCore) -> Iterator[Callable[[Callable[[], 
             assert await text_of(llm, "next") == "next"
             assert llm.is_running and not llm.errored and not core.running
 
-        asyncio.run(asyncio.wait_for(main(), 10))
+        asyncio.run(asyncio.wait_for(main(), 60))
 
     yield run
 
@@ -237,7 +237,7 @@ def test_abort_of_several(llm: AsyncLLM, core: FakeCore) -> None:
         await llm.abort(name for name in ["c"])
         assert (await tasks[2]).outputs[0].finish_reason == "abort"
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_abort_while_a_request_is_prepared(
@@ -354,7 +354,7 @@ def test_a_request_that_the_core_has_lost(llm: AsyncLLM, core: FakeCore) -> None
         core.answer = lambda request: request.prompt
         assert await text_of(llm, "next") == "next"
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
