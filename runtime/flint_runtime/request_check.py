@@ -19,6 +19,8 @@ from flint_runtime.request import EngineRequest
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INT32 = np.iinfo(np.int32)
+_NUMBERS = [name for name in RowSampling._fields if name in STEP_ARRAYS and name != "seed"]
+"""What a step packs of a request's parameters; a seed is cut to 64 bits."""
 
 
 def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int) -> None:
@@ -36,11 +38,12 @@ def check_request(request: EngineRequest, *, vocab_size: int, max_model_len: int
     _check_tokens("stop_token_ids", request.stop_token_ids - request.eos_token_ids, vocab_size)
     _check_tokens("The engine's eos_token_id", request.eos_token_ids, vocab_size)
     _check_bias(request.params.logit_bias, vocab_size)
+    _check_numbers({name: getattr(request.params, name) for name in _NUMBERS if hasattr(request.params, name)})
     try:
         row = request.params.row(0, 0)
     except Exception as error:
         raise UsageError(f"The sampling parameters cannot be used: {type(error).__name__}: {error}.") from error
-    _check_row(row)
+    _check_numbers({name: getattr(row, name) for name in _NUMBERS})
 
 
 def check_id(request_id: object) -> None:
@@ -98,10 +101,9 @@ def _check_bias(bias: Mapping[int, float], vocab_size: int) -> None:
             raise UsageError(f"logit_bias of token {token} must be a number, found {shown(value)}.")
 
 
-def _check_row(row: RowSampling) -> None:
-    """Every number fits the array of the step that it goes to."""
-    for name in STEP_ARRAYS.keys() & set(RowSampling._fields) - {"seed"}:
-        value = getattr(row, name)
+def _check_numbers(values: Mapping[str, object]) -> None:
+    """Each fits the array of the step that it goes to."""
+    for name, value in values.items():
         if STEP_ARRAYS[name][0] is np.float32:
             if not _fits_float32(value):
                 raise UsageError(

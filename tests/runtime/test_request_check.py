@@ -93,7 +93,7 @@ def test_numbers_that_do_not_fit_32_bits(name: str, value: object) -> None:
     """Although SamplingParams may have let them through: 1e39 is a number, and None may be a default."""
     one = good()
     object.__setattr__(one.params, name, value)
-    with pytest.raises(UsageError, match=name if value is not None else "."):
+    with pytest.raises(UsageError, match=name):
         check(one)
 
 
