@@ -248,9 +248,11 @@ def test_torch_is_imported_by_the_reference_executor_only() -> None:
 
 def test_queue_time_ends_with_the_first_step(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:
     """Two of three requests run at once; the third waits until one of them is done."""
+    requests = [engine.prepare(name, PROMPT, SamplingParams(**GREEDY)) for name in "abc"]
     with caplog.at_level(logging.INFO, logger="flint_runtime"):
-        for name in "abc":
-            engine.add_request(engine.prepare(name, PROMPT, SamplingParams(**GREEDY)))
+        for request in requests:
+            request.choices[0].arrival = requests[0].choices[0].arrival  # Times below are since then.
+            engine.add_request(request)
         while engine.has_unfinished_requests():
             engine.step()
     first, second, third = (json.loads(record.message) for record in caplog.records)
