@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from flint_runtime.errors import EngineDeadError, FlintError, UsageError
 from flint_runtime.executors.base import MAX_IN_FLIGHT, NO_TOKEN, Executor, Pending, StepResult
@@ -142,12 +143,13 @@ class EngineCore:
         executor.allocate(sizes.num_pages, sizes.num_slots, sizes.max_num_seqs)
         self._executor = executor
         self._kv = KVCacheManager(sizes)
-        self._scheduler = Scheduler(
-            self._kv,
-            executor.limits,
+        self._make_scheduler = partial(
+            Scheduler,
+            limits=executor.limits,
             target_seconds=config.prefill_target_seconds,
             num_speculative_tokens=config.num_speculative_tokens,
         )
+        self._scheduler = self._make_scheduler(self._kv)
         self._speculative = config.num_speculative_tokens > 0
         self._sequences: dict[str, Sequence] = {}
         self._flights: deque[_InFlight] = deque()
@@ -347,7 +349,8 @@ class EngineCore:
         ended = self._ended()
         live = {name: sequence for name, sequence in self._sequences.items() if name not in ended}
         kv = KVCacheManager(self.kv_cache)
-        scheduler = self._scheduler.successor(kv)
+        scheduler = self._make_scheduler(kv)
+        scheduler.go_on_from(self._scheduler)
         for sequence in live.values():
             sequence.restart()
             scheduler.add(sequence)

@@ -9,7 +9,6 @@ take all: it leaves half of a step to those behind it, so that a short one need 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -105,13 +104,10 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         self._last_phase: Phase = "decode"
 
-    def successor(self, kv: KVCacheManager) -> Scheduler:
-        """One without sequences, over another cache, that goes on with this one's counters and its pace."""
-        new = copy.copy(self)
-        new.waiting, new.running, new._admitted = deque(), [], []
-        new._kv, new._leaving, new._preempted, new._blocked = kv, 0, 0, None
-        new._last_phase = "decode"
-        return new
+    def go_on_from(self, other: Scheduler) -> None:
+        """Take over another one's counters and its pace, and none of its sequences."""
+        self.preemptions, self._budget = other.preemptions, other._budget
+        self.prefix_queries, self.prefix_hits = other.prefix_queries, other.prefix_hits
 
     # --- Requests -------------------------------------------------------------------------------------------------
 
