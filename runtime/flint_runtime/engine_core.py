@@ -205,9 +205,10 @@ class EngineCore:
                 sequence = self._sequences.pop(request_id, None)
                 if sequence is not None:
                     self._scheduler.finish(sequence)
-        except Exception:  # Who aborts need not know: the request has ended, and who goes on hears of a dead engine.
-            logger.exception("Request %r could not be aborted.", request_id)
+        except Exception as error:  # Who aborts need not know: the request has ended; others hear of a dead engine.
             self._sequences.pop(request_id, None)
+            if not isinstance(error, EngineDeadError):
+                logger.exception("The abort of request %r failed.", request_id)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -503,6 +504,7 @@ class EngineCore:
         read = self._scheduler.step_read
         for index, sequence in enumerate(step.sequences):
             row, end = flight.rows[index], step.starts[index] + step.counts[index]
+            ended = False
             try:
                 if sequence.wants_prompt_logprobs:
                     row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
@@ -513,14 +515,15 @@ class EngineCore:
                         output = self._read_tokens(sequence, proposed, row, tokens, logprobs, result)
                         outputs.append(output)
                         self._reading = None
-                        if output.finish_reason:
-                            self._end(sequence)
+                        ended = output.finish_reason is not None
                     elif tokens[row] == NO_TOKEN:
                         # Aborted before this was known: as bad for those who would share its pages.
                         sequence.tainted = True
             except Exception as error:
                 self._end_with(sequence, error)
                 self._reading = None
+            if ended:
+                self._end(sequence)
             read(sequence)
 
     def _read_prompt_logprobs(self, sequence: Sequence, start: int, end: int, row: int, result: StepResult) -> int:

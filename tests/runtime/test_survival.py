@@ -324,6 +324,43 @@ def test_a_bug_in_the_scheduler_ends_who_runs(monkeypatch: pytest.MonkeyPatch) -
     check_outcome(run(core, again := requests()), again, set())
 
 
+@pytest.mark.parametrize("name", ["add", "finish", "schedule", "step_read", "record"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_fault_in_the_books_themselves(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    """Wherever it shows, in adding, aborting or a step: the books are whole again, and the engine goes on."""
+    core = open_core(FakeExecutor(LIMITS))
+    original, trouble = getattr(engine_core.Scheduler, name), Once((name,), number, KeyError("books"))
+
+    def fail(self: Any, *arguments: Any) -> Any:
+        trouble(name)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(engine_core.Scheduler, name, fail)
+    every, found = requests(), Collected()
+    added = []
+    for one in every:
+        with contextlib.suppress(KeyError):
+            core.add(one)
+            added.append(one)
+    for one in every:  # Whose addition failed may have been taken or not; who added it aborts it.
+        if one not in added:
+            core.abort(one.request_id)
+    for _ in range(4):
+        found.add(core.step())
+    core.abort("plain")
+    check_accounting(core)
+    while core.has_work():
+        found.add(core.step())
+    assert trouble.raised
+    check_idle(core)
+    for one in added:
+        last = found.outputs.get(one.request_id, [None])[-1]
+        if one.request_id != "plain" and last is not None and last.finish_reason != "error":
+            assert found.tokens(one.request_id) == expected(one)
+    monkeypatch.undo()
+    check_outcome(run(core, again := requests()), again, set())
+
+
 # --- Interrupts -------------------------------------------------------------------------------------------------------
 
 OURS = (str(Path(flint_runtime.__file__).parent), str(Path(__file__).with_name("fake_executor.py")))
