@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from flint_runtime.engine_core import CoreConfig
-from flint_runtime.errors import EngineDeadError, FlintError
+from flint_runtime.errors import EngineDeadError, FlintError, UsageError
 from flint_runtime.executors import ExecutorChoice
 from flint_runtime.llm_engine import LLMEngine, PreparedRequest, Prompt
 from flint_runtime.outputs import RequestOutput
-from flint_runtime.sampling_params import SamplingParams
+from flint_runtime.request_check import check_id, shown
+from flint_runtime.request_stream import RequestStream
+from flint_runtime.sampling_params import RequestOutputKind, SamplingParams
 from flint_runtime.tokenizer import Message, Tokenizer, Tool
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,8 @@ class AsyncLLM:
         return llm
 
     def _run(self, make: Callable[[], LLMEngine]) -> None:
+        self._preparing: dict[str, bool] = {}
+        """Requests that `generate` and `chat` are checking, and whether they were aborted meanwhile."""
         self._worker = _Worker()
         thread = threading.Thread(target=self._worker.run, args=(make,), name="flint-engine", daemon=True)
         thread.start()
@@ -67,6 +72,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come, in the form of sampling_params.output_kind.
 
+        What came since the last one was taken is one output: a slow reader gets fewer, and misses nothing.
+
         Leaving the loop early, or cancelling the task, aborts the request. One that fails alone ends with
         finish_reason "error".
 
@@ -74,7 +81,8 @@ class AsyncLLM:
             UsageError: the request cannot be served.
             EngineDeadError: the engine has died or was shut down.
         """
-        async with aclosing(self.stream(await self.prepare(prompt, sampling_params, request_id))) as outputs:
+        name = _name(request_id)
+        async with aclosing(self._serve(name, self.prepare(prompt, sampling_params, name))) as outputs:
             async for output in outputs:
                 yield output
 
@@ -88,9 +96,9 @@ class AsyncLLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """`generate` for a conversation, rendered by the checkpoint's chat template."""
-        kwargs = chat_template_kwargs or {}
-        request = await self.prepare_chat(messages, sampling_params, request_id, tools=tools, **kwargs)
-        async with aclosing(self.stream(request)) as outputs:
+        name, kwargs = _name(request_id), chat_template_kwargs or {}
+        prepared = self.prepare_chat(messages, sampling_params, name, tools=tools, **kwargs)
+        async with aclosing(self._serve(name, prepared)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -98,7 +106,7 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> PreparedRequest:
         """Check a request without starting it; tokenises and compiles on another thread. Raises UsageError."""
-        name = request_id or uuid.uuid4().hex
+        name = _name(request_id)
         return await asyncio.to_thread(self._engine.prepare, name, prompt, sampling_params)
 
     async def prepare_chat(
@@ -109,13 +117,28 @@ class AsyncLLM:
         **template_kwargs: Any,
     ) -> PreparedRequest:
         """`prepare` for a conversation; the rest, tools among it, goes to the chat template."""
-        name = request_id or uuid.uuid4().hex
+        name = _name(request_id)
         return await asyncio.to_thread(self._engine.prepare_chat, name, messages, sampling_params, **template_kwargs)
 
-    async def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Start a prepared request and give its outputs; see `generate`."""
-        stream = _Stream(request.request_id, asyncio.get_running_loop())
-        self._worker.submit(_Add(request, stream))
+    def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Start a prepared request and give its outputs; see `generate`. A request can be started once."""
+        return self._stream(request, aborted=False)
+
+    async def _serve(self, name: str, prepared: Awaitable[PreparedRequest]) -> AsyncGenerator[RequestOutput, None]:
+        """Prepare and start a request, which may be aborted from the beginning."""
+        self._preparing[name] = aborted = False
+        try:
+            request = await prepared
+        finally:
+            aborted = self._preparing.pop(name, False)
+        async with aclosing(self._stream(request, aborted)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _stream(self, request: PreparedRequest, aborted: bool) -> AsyncGenerator[RequestOutput, None]:
+        delta = request.choices[0].params.output_kind is RequestOutputKind.DELTA
+        stream = RequestStream(request.request_id, asyncio.get_running_loop(), delta=delta)
+        self._worker.submit(_Add(request, stream, aborted))
         finished = False
         try:
             while not finished:
@@ -129,9 +152,21 @@ class AsyncLLM:
             if not finished:
                 self._worker.submit(_Abort(request.request_id, stream), even_if_dead=True)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request within a step: its last output has finish_reason "abort". Unknown ids are none."""
-        self._worker.submit(_Abort(request_id, None), even_if_dead=True)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests, one or several, within a step: their last outputs have finish_reason "abort".
+
+        Unknown ids, as of requests that just ended, are ignored.
+
+        Raises:
+            UsageError: an id is no text; then no request is ended.
+        """
+        names = [request_id] if isinstance(request_id, str) else _ids(request_id)
+        for name in names:
+            check_id(name)
+        for name in names:
+            if name in self._preparing:
+                self._preparing[name] = True
+            self._worker.submit(_Abort(name, None), even_if_dead=True)
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -153,8 +188,8 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served."""
-        return self._worker.end is None
+        """Whether requests are served: not behind the end, and not in a forked child."""
+        return self._worker.end is None and self._worker.is_here()
 
     @property
     def step_seconds(self) -> float:
@@ -177,31 +212,18 @@ class AsyncLLM:
         self.shutdown()
 
 
-class _Stream:
-    """Outputs of one request on their way to the event loop that asked."""
-
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id, self.loop = request_id, loop
-        self.queue: asyncio.Queue[RequestOutput | FlintError] = asyncio.Queue()
-
-    async def get(self) -> RequestOutput:
-        """The next output. Raises what ended the request."""
-        item = await self.queue.get()
-        if isinstance(item, FlintError):
-            raise item
-        return item
-
-
 @dataclass(frozen=True)
 class _Add:
     request: PreparedRequest
-    stream: _Stream
+    stream: RequestStream
+    aborted: bool
+    """Whether it is to be aborted at once."""
 
 
 @dataclass(frozen=True)
 class _Abort:
     request_id: str
-    stream: _Stream | None
+    stream: RequestStream | None
     """Abort only the request of this stream, to which nobody listens any more."""
 
 
@@ -225,7 +247,7 @@ class _End:
 
 
 _Command = _Add | _Abort | _Stop
-_Item = tuple[_Stream, RequestOutput | FlintError]
+_Item = tuple[RequestStream, RequestOutput | FlintError]
 
 
 class _Worker:
@@ -236,13 +258,25 @@ class _Worker:
         self.step_started: float | None = None
         self.end: _End | None = None
         """Set once."""
+        self._process = os.getpid()
         self._commands: SimpleQueue[_Command] = SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         # Guards end and streams: no command comes behind the end, so that no request waits for ever.
         self._lock = threading.Lock()
 
+    def is_here(self) -> bool:
+        """Whether this is the process that the thread runs in: no thread comes with a fork."""
+        return os.getpid() == self._process
+
     def submit(self, command: _Command, even_if_dead: bool = False) -> None:
         """Hand a command over; from any thread. Raises EngineDeadError."""
+        if not self.is_here():  # Before the lock, which somebody may have held when the process was forked.
+            if even_if_dead:
+                return
+            raise EngineDeadError(
+                f"This engine runs in process {self._process}, from which process {os.getpid()} was forked. Open the "
+                'engine in the process that uses it; for multiprocessing, use the start method "spawn".'
+            )
         with self._lock:
             if self.end is None:
                 self._commands.put(command)
@@ -267,8 +301,10 @@ class _Worker:
             engine.close()
         except BaseException as error:
             logger.exception("The engine died.")
-            message = f"The engine died: {type(error).__name__}: {error}. Restart it; its log says more."
-            self.finish(_End(message, errored=True, cause=error))
+            what = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}."
+            self.finish(_End(f"The engine died: {what} Its log says more.", errored=True, cause=error))
+        finally:
+            self.step_started = None
 
     def _take_commands(self, engine: LLMEngine) -> bool:
         """Carry out what was asked, waiting for something to do; false: stop."""
@@ -285,43 +321,63 @@ class _Worker:
                 self._abort(engine, command)
 
     def _add(self, engine: LLMEngine, command: _Add) -> None:
+        """Start a request. Whatever goes wrong, its reader hears of it."""
+        request_id, stream = command.request.request_id, command.stream
         try:
             engine.add_request(command.request)
-        except FlintError as error:
-            self._send([(command.stream, error)])
+        except BaseException as error:
+            self._send([(stream, _flint_error(error))])
+            if not isinstance(error, Exception):
+                raise
             return
         with self._lock:
-            self._streams[command.request.request_id] = command.stream
+            self._streams[request_id] = stream
+        if command.aborted:
+            self._abort(engine, _Abort(request_id, stream))
 
     def _abort(self, engine: LLMEngine, command: _Abort) -> None:
         stream = self._streams.get(command.request_id)
-        if stream is not None and command.stream in (None, stream):
+        if stream is None or command.stream not in (None, stream):
+            return
+        try:
             output = engine.abort_request(command.request_id)
-            self._report(engine, [output] if output else [])
+            last = _flint_error(LookupError("the engine does not know it")) if output is None else output
+        except Exception as error:
+            logger.exception("Request %r could not be aborted.", command.request_id)
+            last = _flint_error(error)
+        self._forget(stream)
+        self._send([(stream, last)])
 
     def _report(self, engine: LLMEngine, outputs: list[RequestOutput]) -> None:
         """Send outputs to their streams, and forget the finished; abort requests whose event loop is gone."""
         with self._lock:
-            items: list[_Item] = [(self._streams[output.request_id], output) for output in outputs]
+            items: list[_Item] = [
+                (self._streams[output.request_id], output) for output in outputs if output.request_id in self._streams
+            ]
             for output in outputs:
                 if output.finished:
-                    del self._streams[output.request_id]
+                    self._streams.pop(output.request_id, None)
         for stream in self._send(items):
-            with self._lock:
-                self._streams.pop(stream.request_id, None)
-            engine.abort_request(stream.request_id)
+            self._abort(engine, _Abort(stream.request_id, stream))
 
-    def _send(self, items: list[_Item]) -> list[_Stream]:
-        """Put items into their streams' queues, one call per event loop; the streams whose loop is closed."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[_Item]] = {}
-        for item in items:
-            by_loop.setdefault(item[0].loop, []).append(item)
+    def _forget(self, stream: RequestStream) -> None:
+        with self._lock:
+            self._streams.pop(stream.request_id, None)
+
+    def _send(self, items: list[_Item]) -> list[RequestStream]:
+        """Put items into their streams, one call per event loop; the streams whose loop is closed."""
+        asleep: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         lost = []
-        for loop, own in by_loop.items():
+        for stream, item in items:
+            if stream.loop.is_closed():
+                lost.append(stream)
+            elif stream.put(item):
+                asleep.setdefault(stream.loop, []).append(stream)
+        for loop, streams in asleep.items():
             try:
-                loop.call_soon_threadsafe(_put, own)
+                loop.call_soon_threadsafe(_wake, streams)
             except RuntimeError:
-                lost += [stream for stream, _ in own]
+                lost += streams
         return lost
 
     def finish(self, end: _End) -> None:
@@ -339,12 +395,38 @@ class _Worker:
         self._send([(stream, end.error()) for stream in streams])
 
 
-def _put(items: list[_Item]) -> None:
-    for stream, item in items:
-        stream.queue.put_nowait(item)
+def _wake(streams: list[RequestStream]) -> None:
+    for stream in streams:
+        stream.wake()
+
+
+def _flint_error(error: BaseException) -> FlintError:
+    """What a request's reader is told of an exception."""
+    if isinstance(error, FlintError):
+        return error
+    found = FlintError(f"The request failed in the engine, a bug of ours: {type(error).__name__}: {error}.")
+    found.__cause__ = error
+    return found
+
+
+def _name(request_id: str | None) -> str:
+    """The request's id, or one that nobody else has. Raises UsageError."""
+    if request_id is None:
+        return uuid.uuid4().hex
+    check_id(request_id)
+    return request_id
+
+
+def _ids(request_ids: Iterable[str]) -> list[str]:
+    try:
+        return list(request_ids)
+    except TypeError:
+        raise UsageError(f"abort takes a request id or several, found {shown(request_ids)}.") from None
 
 
 def _stop(worker: _Worker, thread: threading.Thread) -> None:
+    if not worker.is_here():
+        return
     worker.submit(_Stop(), even_if_dead=True)
     if thread is threading.current_thread():  # the garbage collector may run on any
         return

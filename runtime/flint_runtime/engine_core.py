@@ -5,22 +5,32 @@ whose last token is not read yet takes it from its slot on the device. So the en
 step late: the token that was drawn behind it is dropped. Streams whose next step depends on their last token (a
 grammar, speculation) sit out the step that is submitted before it is read. Grammars are parsed in other processes: who
 waits for one that takes long sits out more steps, and the others do not wait.
+
+What goes wrong with one request, when it is begun, drawn for or read, ends that request. A step that fails ends those
+in it, and whoever else is running is computed again. Whatever cuts a change short, Ctrl-C among it, leaves a mark; then
+the books are made anew (`_mend`), so that they are whole whatever was half done.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
-from flint_runtime.errors import UsageError
-from flint_runtime.executors.base import NO_TOKEN, Executor, Pending, StepResult
-from flint_runtime.executors.step import DRAW, NO_SLOT, RowSampling, SequencePart, build_step, from_slot
+from flint_runtime.errors import EngineDeadError, FlintError, UsageError
+from flint_runtime.executors.base import MAX_IN_FLIGHT, NO_TOKEN, Executor, Pending, StepResult
+from flint_runtime.executors.step import DRAW, NO_SLOT, RowSampling, SequencePart, Step, build_step, from_slot
 from flint_runtime.kv_cache import KVCacheManager, choose_kv_cache
 from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, Grammar, TokenOutput
+from flint_runtime.request_check import check_request
 from flint_runtime.scheduler import ScheduledStep, Scheduler
 from flint_runtime.sequence import Sequence, Status
+
+logger = logging.getLogger(__name__)
 
 _NOTHING: list[int] = []
 _PARSING_SECONDS = 0.002
@@ -138,17 +148,26 @@ class EngineCore:
         executor.allocate(sizes.num_pages, sizes.num_slots, sizes.max_num_seqs)
         self._executor = executor
         self._kv = KVCacheManager(sizes)
-        self._scheduler = Scheduler(
-            self._kv,
-            executor.limits,
+        self._make_scheduler = partial(
+            Scheduler,
+            limits=executor.limits,
             target_seconds=config.prefill_target_seconds,
             num_speculative_tokens=config.num_speculative_tokens,
         )
+        self._scheduler = self._make_scheduler(self._kv)
         self._speculative = config.num_speculative_tokens > 0
         self._sequences: dict[str, Sequence] = {}
         self._flights: deque[_InFlight] = deque()
         self._parsing: dict[Sequence, float] = {}
         """Sequences whose grammar parses their last token, and until when steps wait for it."""
+        self._outputs: list[CoreOutput] = []
+        """Made, and not handed out yet."""
+        self._torn = False
+        """A change is under way; where it stands when nobody is in here, one was cut short."""
+        self._reading: Sequence | None = None
+        """Its tokens may be ahead of its outputs."""
+        self._dead: Exception | None = None
+        """Why the executor does not work any more."""
         self._last_done = 0.0
         self._number = 0
         self._prompt_tokens_computed = self._generated_tokens = 0
@@ -170,77 +189,79 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            UsageError: it can never be served; the message names the limit.
+            UsageError: it can never be served; the message names what is wrong.
+            EngineDeadError: the executor has failed.
         """
-        prompt, most, vocabulary = request.prompt, self.max_model_len, self.vocab_size
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        self._mend()
         if request.request_id in self._sequences:
             raise UsageError(f"Request id {request.request_id!r} is in use; choose another.")
-        if not prompt:
-            raise UsageError("The prompt is empty; a generation needs at least one token to start from.")
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            raise UsageError(
-                f"The prompt has token ids from {min(prompt)} to {max(prompt)}, some outside the vocabulary of "
-                f"{vocabulary}. Encode it with this engine's tokenizer."
-            )
-        outside = [token for token in request.params.logit_bias if not 0 <= token < vocabulary]
-        if outside:
-            raise UsageError(
-                f"logit_bias has token ids {outside[:5]} outside the vocabulary of {vocabulary}. Leave them out."
-            )
-        if request.max_tokens < 1 or len(prompt) + request.max_tokens > most:
-            raise UsageError(
-                f"The prompt has {len(prompt)} tokens and max_tokens is {request.max_tokens}: together they must be at "
-                f"most {most} (max_model_len), and max_tokens at least 1. Shorten the prompt or lower max_tokens."
-            )
         sequence = Sequence(request, self._number, speculative=self._speculative)
-        self._number += 1
-        self._sequences[request.request_id] = sequence
-        self._scheduler.add(sequence)
+        with self._change():
+            self._number += 1
+            self._sequences[request.request_id] = sequence
+            self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request; there is no further output for it. An unknown id, as of one that just ended, is ignored."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            self._parsing.pop(sequence, None)
-            self._scheduler.finish(sequence)
+        if request_id not in self._sequences and not self._outputs:
+            return
+        try:
+            with self._change():
+                self._outputs = [output for output in self._outputs if output.request_id != request_id]
+                sequence = self._sequences.pop(request_id, None)
+                if sequence is not None:
+                    self._parsing.pop(sequence, None)
+                    self._scheduler.finish(sequence)
+        except Exception as error:  # Who aborts need not know: the request has ended; others hear of a dead engine.
+            self._sequences.pop(request_id, None)
+            if not isinstance(error, EngineDeadError):
+                logger.exception("The abort of request %r failed.", request_id)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._flights or self._scheduler.running or self._scheduler.waiting)
+        return bool(self._flights or self._scheduler.running or self._scheduler.waiting or self._outputs or self._torn)
 
     def step(self) -> list[CoreOutput]:
         """Submit the next step, then read the one before: what it brought. Often empty at first.
 
+        A step that the executor refuses or fails ends the requests in it, with finish_reason "error".
+
         Raises:
-            FlintError: the executor failed; the core is of no use afterwards.
+            EngineDeadError: the executor does not work any more, and the core is of no use.
         """
         begin = time.perf_counter()
-        flights = self._flights
-        if flights and flights[0].done is None and flights[0].pending.done():
-            flights[0].done = begin
-        ended = self._await_grammars()
-        scheduled = self._scheduler.schedule()
-        if scheduled is not None:
-            self._submit(scheduled)
-        elif not flights and self._parsing:
-            _grammar(next(iter(self._parsing))).wait(_IDLE_SECONDS)
-            return ended
-        elif not flights:
-            assert not self.has_work(), "requests are left, but nothing can run: a bug"
-            return ended
-        if len(flights) == 1 and scheduled is not None:
-            self._host_seconds += time.perf_counter() - begin
-            return ended
-        flight = flights.popleft()
-        waited = time.perf_counter()
-        result = flight.pending.result()
-        now = time.perf_counter()
-        done = flight.done or now
-        # The device starts a step when it is submitted and the one before is done.
-        self._scheduler.record(flight.step, done - max(flight.submitted, self._last_done))
-        self._last_done = done
-        outputs = ended + self._read(flight, result)
-        self._host_seconds += time.perf_counter() - begin - (now - waited)
+        self._mend()
+        self._torn = True
+        waited = 0.0
+        suspects: list[Sequence] | None = None
+        try:
+            flights, scheduled = self._flights, None
+            if flights and flights[0].done is None:
+                suspects = flights[0].step.sequences
+                if flights[0].pending.done():
+                    flights[0].done = begin
+                suspects = None
+            self._await_grammars()
+            scheduled = self._scheduler.schedule()
+            if scheduled is not None:
+                suspects = scheduled.sequences
+                self._submit(scheduled)
+            elif not flights and self._parsing:
+                _grammar(next(iter(self._parsing))).wait(_IDLE_SECONDS)
+            elif not flights:
+                assert not (self._scheduler.running or self._scheduler.waiting), "requests are left, but none can run"
+            if flights and (scheduled is None or len(flights) == MAX_IN_FLIGHT):
+                suspects = flights[0].step.sequences
+                waited = self._read_first()
+            self._torn = False
+        except Exception as error:
+            self._fail(suspects, error)
+        except BaseException:
+            self._mend()
+            raise
+        outputs, self._outputs = self._outputs, []
+        self._host_seconds += time.perf_counter() - begin - waited
         return outputs
 
     def stats(self) -> CoreStats:
@@ -269,15 +290,102 @@ class EngineCore:
             host_seconds=self._host_seconds,
         )
 
+    # --- When something goes wrong --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change to the books; cut short, it is mended at once, or by the next one."""
+        self._mend()
+        self._torn = True
+        try:
+            yield
+        except BaseException:
+            self._mend()
+            raise
+        self._torn = False
+
+    def _end(self, sequence: Sequence) -> None:
+        self._sequences.pop(sequence.request.request_id, None)
+        self._scheduler.finish(sequence)
+
+    def _end_with(self, sequence: Sequence, error: Exception) -> None:
+        """End one request with what went wrong with it; nothing where it has ended. Steps in flight run on."""
+        if sequence.status is Status.FINISHED:
+            return
+        logger.error("Request %r failed.", sequence.request.request_id, exc_info=error)
+        self._outputs.append(_failed(sequence, error))
+        self._end(sequence)
+
+    def _fail(self, suspects: Iterable[Sequence] | None, error: Exception) -> None:
+        """A step failed: end the requests in it, and make the books anew for the others.
+
+        Args:
+            suspects: None where no step is to blame. Then those that are running end, or else the first that waits:
+                somebody must, or the next step would fail in the same way.
+        Raises:
+            EngineDeadError: the executor does not work any more.
+        """
+        self._torn = True
+        logger.error("A step failed.", exc_info=error)
+        live = self._sequences
+        if suspects is None:
+            suspects = [s for s in live.values() if s.status is not Status.WAITING] or list(live.values())[:1]
+        ended = self._ended()
+        for sequence in suspects:
+            name = sequence.request.request_id
+            if live.get(name) is sequence and name not in ended:
+                self._outputs.append(_failed(sequence, error))
+        self._mend(error)
+
+    def _mend(self, cause: Exception | None = None) -> None:
+        """Make the books anew where a change was cut short: nobody has a place, and whoever lives waits for one.
+
+        What was cached is lost. Sequences are computed again from their tokens, and so give the same ones. Whatever
+        cuts this short, it runs again from the start.
+
+        Raises:
+            EngineDeadError: the executor does not work any more.
+        """
+        if not self._torn:
+            return
+        try:
+            if self._dead is None:
+                self._executor.discard()
+        except Exception as error:
+            self._dead = cause or error
+        if self._dead is not None:
+            name = type(self._dead).__name__
+            raise EngineDeadError(f"The executor has failed: {name}: {self._dead}. Restart the engine.") from self._dead
+        if self._reading is not None and self._reading.request.request_id not in self._ended():
+            self._outputs.append(_failed(self._reading, None))
+        ended = self._ended()
+        live = {name: sequence for name, sequence in self._sequences.items() if name not in ended}
+        kv = KVCacheManager(self.kv_cache)
+        scheduler = self._make_scheduler(kv)
+        scheduler.go_on_from(self._scheduler)
+        for sequence in live.values():
+            sequence.restart()
+            scheduler.add(sequence)
+        self._kv, self._scheduler, self._sequences = kv, scheduler, live
+        self._flights, self._reading = deque(), None
+        self._torn = False
+
+    def _ended(self) -> set[str]:
+        """Requests whose last output was made and is not handed out yet."""
+        return {output.request_id for output in self._outputs if output.finish_reason}
+
     # --- Submitting -----------------------------------------------------------------------------------------------
 
     def _submit(self, step: ScheduledStep) -> None:
         for sources, targets in _independent(step.copies):
             self._executor.copy_slots(sources, targets)
         for sequence in step.admitted:
-            self._begin(sequence)
+            try:
+                self._begin(sequence)
+            except Exception as error:
+                self._end_with(sequence, error)
         parts, rows = self._decode_parts(step) if step.phase == "decode" else self._prefill_parts(step)
-        built = build_step(parts, self._kv.page_table([sequence.table for sequence in step.sequences]))
+        built = self._pack(step, parts)
         submitted = time.perf_counter()
         pending = self._executor.submit(step.phase, built)
         done = time.perf_counter() if pending.done() else None
@@ -309,7 +417,17 @@ class EngineCore:
         sequence.biased = bool(bias)
 
     def _draw(self, sequence: Sequence, position: int) -> RowSampling:
-        """How to draw the token behind `position`: counted, and stored in the sequence's slot for the next step."""
+        """How to draw the token behind `position`: counted, and stored in the sequence's slot for the next step.
+
+        Where that fails, the request ends, and its place in the step, which is fixed, gets a draw that is not used.
+        """
+        try:
+            return self._try_draw(sequence, position) if sequence.status is not Status.FINISHED else RowSampling()
+        except Exception as error:
+            self._end_with(sequence, error)
+            return RowSampling()
+
+    def _try_draw(self, sequence: Sequence, position: int) -> RowSampling:
         index = position + 1 - sequence.num_prompt
         slot = sequence.table.slot
         if sequence.banning and index >= sequence.request.params.min_tokens:
@@ -361,11 +479,24 @@ class EngineCore:
             rows.append((-1, RowSampling()))
         return parts, first_rows
 
+    def _pack(self, step: ScheduledStep, parts: list[SequencePart]) -> Step:
+        """Build the step. A request whose numbers do not fit ends, and the others do not notice."""
+        table = self._kv.page_table([sequence.table for sequence in step.sequences])
+        try:
+            return build_step(parts, table)
+        except Exception:
+            for index, part in enumerate(parts):
+                try:
+                    build_step([part])
+                except Exception as error:
+                    self._end_with(step.sequences[index], error)
+                    parts[index] = part._replace(rows=[(row, RowSampling()) for row, _ in part.rows])
+            return build_step(parts, table)
+
     # --- Grammars -------------------------------------------------------------------------------------------------
 
-    def _await_grammars(self) -> list[CoreOutput]:
-        """See what grammars allow next; the outputs of requests that end by it, well or not."""
-        outputs = []
+    def _await_grammars(self) -> None:
+        """See what grammars allow next; requests end by it, well or not."""
         for sequence, until in list(self._parsing.items()):
             grammar, name = _grammar(sequence), sequence.request.request_id
             if self._sequences.get(name) is sequence:
@@ -373,34 +504,54 @@ class EngineCore:
                     continue
                 if grammar.error or grammar.finished:
                     reason: FinishReason = "error" if grammar.error else "stop"
-                    outputs.append(CoreOutput(name, (), reason, grammar.error, None, sequence.cached_tokens))
-                    del self._sequences[name]
-                    self._scheduler.finish(sequence)
+                    self._outputs.append(CoreOutput(name, (), reason, grammar.error, None, sequence.cached_tokens))
+                    self._end(sequence)
             sequence.parsing = False
             del self._parsing[sequence]
-        return outputs
 
     # --- Reading --------------------------------------------------------------------------------------------------
 
-    def _read(self, flight: _InFlight, result: StepResult) -> list[CoreOutput]:
+    def _read_first(self) -> float:
+        """Wait for the first step in flight and read it; the seconds that it took to wait."""
+        flight = self._flights.popleft()
+        waited = time.perf_counter()
+        result = flight.pending.result()
+        now = time.perf_counter()
+        done = flight.done or now
+        # The device starts a step when it is submitted and the one before is done.
+        self._scheduler.record(flight.step, done - max(flight.submitted, self._last_done))
+        self._last_done = done
+        self._read(flight, result)
+        return now - waited
+
+    def _read(self, flight: _InFlight, result: StepResult) -> None:
         """Hand a step's tokens to their sequences."""
-        step, outputs = flight.step, []
+        step, outputs = flight.step, self._outputs
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         read = self._scheduler.step_read
         for index, sequence in enumerate(step.sequences):
             row, end = flight.rows[index], step.starts[index] + step.counts[index]
-            if sequence.wants_prompt_logprobs:
-                row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
-            if step.phase == "decode" or end == len(sequence.tokens):
-                if sequence.status is not Status.FINISHED:
-                    proposed = step.proposals.get(index, _NOTHING)
-                    outputs.append(self._read_tokens(sequence, proposed, row, tokens, logprobs, result))
-                elif tokens[row] == NO_TOKEN:
-                    sequence.tainted = (
-                        True  # Aborted before this was known: as bad for those who would share its pages.
-                    )
+            ended = False
+            try:
+                if sequence.wants_prompt_logprobs:
+                    row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
+                if step.phase == "decode" or end == len(sequence.tokens):
+                    if sequence.status is not Status.FINISHED:
+                        proposed = step.proposals.get(index, _NOTHING)
+                        self._reading = sequence
+                        output = self._read_tokens(sequence, proposed, row, tokens, logprobs, result)
+                        outputs.append(output)
+                        self._reading = None
+                        ended = output.finish_reason is not None
+                    elif tokens[row] == NO_TOKEN:
+                        # Aborted before this was known: as bad for those who would share its pages.
+                        sequence.tainted = True
+            except Exception as error:
+                self._end_with(sequence, error)
+                self._reading = None
+            if ended:
+                self._end(sequence)
             read(sequence)
-        return outputs
 
     def _read_prompt_logprobs(self, sequence: Sequence, start: int, end: int, row: int, result: StepResult) -> int:
         """Take the logprobs of the prompt tokens behind `start` to `end`; the row behind theirs."""
@@ -462,10 +613,7 @@ class EngineCore:
         if sequence.wants_prompt_logprobs:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
             sequence.wants_prompt_logprobs = False
-        if reason:
-            del self._sequences[request.request_id]
-            self._scheduler.finish(sequence)
-        elif grammar is not None:
+        if not reason and grammar is not None:
             sequence.parsing = True
             self._parsing[sequence] = time.perf_counter() + _PARSING_SECONDS
         return CoreOutput(request.request_id, tuple(new), reason, error, prompt_logprobs, sequence.cached_tokens)
@@ -475,6 +623,17 @@ def _grammar(sequence: Sequence) -> Grammar:
     """That of a sequence which has one."""
     assert sequence.request.grammar is not None
     return sequence.request.grammar
+
+
+def _failed(sequence: Sequence, error: Exception | None) -> CoreOutput:
+    """The last output of a request that something else than its end has ended."""
+    if error is None:
+        message = "The engine was interrupted while it read this request's tokens."
+    elif isinstance(error, FlintError):
+        message = str(error)
+    else:
+        message = f"This request failed in the engine, which is a bug of ours: {type(error).__name__}: {error}."
+    return CoreOutput(sequence.request.request_id, (), "error", message, None, sequence.cached_tokens)
 
 
 def _token_output(token: int, row: int, most: int, result: StepResult) -> TokenOutput:

@@ -111,17 +111,16 @@ class LLM:
         return [found[request.request_id] for request in requests]
 
     def _outputs(self, requests: Iterable[PreparedRequest]) -> Iterable[RequestOutput]:
-        """Final outputs as they come; whatever stops it, no request is left behind."""
-        running = []
+        """Final outputs as they come; whatever stops it, Ctrl-C among it, no request is left behind."""
+        engine = self._engine
+        engine.abort_all()  # What a second Ctrl-C, while the last ones were aborted, has left.
         try:
             for request in requests:
-                self._engine.add_request(_final_only(request))
-                running.append(request.request_id)
-            while self._engine.has_unfinished_requests():
-                yield from self._engine.step()
+                engine.add_request(_final_only(request))
+            while engine.has_unfinished_requests():
+                yield from engine.step()
         finally:
-            for request_id in running:
-                self._engine.abort_request(request_id)
+            engine.abort_all()
 
 
 def _per_request(

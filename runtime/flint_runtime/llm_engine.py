@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +12,14 @@ from typing import Any
 
 from flint_runtime.engine import Engine
 from flint_runtime.engine_core import CoreConfig, EngineCore
-from flint_runtime.errors import UsageError
+from flint_runtime.errors import EngineDeadError, UsageError
 from flint_runtime.executors import ExecutorChoice, open_executor
 from flint_runtime.executors.base import Executor
 from flint_runtime.metrics import Metrics
 from flint_runtime.output_processor import OutputProcessor
 from flint_runtime.outputs import RequestOutput
 from flint_runtime.request import EngineRequest
+from flint_runtime.request_check import check_id, check_request
 from flint_runtime.sampling_params import SamplingParams
 from flint_runtime.structured import GrammarCompiler
 from flint_runtime.tokenizer import Message, Tokenizer, Tool
@@ -51,6 +53,7 @@ class LLMEngine:
         self.max_model_len = core.max_model_len
         self._core, self._executor = core, executor
         self._outputs = OutputProcessor(tokenizer, self.metrics)
+        self._process = os.getpid()
 
     @classmethod
     def open(cls, directory: Path, executor: ExecutorChoice, config: CoreConfig) -> LLMEngine:
@@ -65,17 +68,31 @@ class LLMEngine:
             raise
 
     def close(self) -> None:
-        """Free the executor; requests that are running are lost."""
+        """Free the executor; requests that are running are lost. In a forked child nothing: it is the parent's."""
+        if os.getpid() != self._process:
+            return
         if "_grammars" in self.__dict__:
             self._grammars.close()
         self._executor.close()
+
+    def check_process(self) -> None:
+        """Raise EngineDeadError in a forked child: neither threads nor the GPU come with a fork."""
+        if os.getpid() != self._process:
+            raise EngineDeadError(
+                f"This engine was opened in process {self._process}; process {os.getpid()}, which was forked from it, "
+                "has none. Open the engine in the process that uses it; for multiprocessing, use the start method "
+                '"spawn".'
+            )
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> PreparedRequest:
         """Check a request and put it in the core's terms. May be called from any thread.
 
         Raises:
             UsageError: the request cannot be served.
+            EngineDeadError: this is a forked child.
         """
+        self.check_process()
+        check_id(request_id)
         arrival = time.monotonic()
         if isinstance(prompt, str) and (least := self.tokenizer.least_tokens(prompt)) >= self.max_model_len:
             raise UsageError(
@@ -100,6 +117,7 @@ class LLMEngine:
             eos_token_ids=eos,
             arrival=arrival,
         )
+        check_request(first, vocab_size=self._core.vocab_size, max_model_len=self.max_model_len)
         choices = [
             replace(
                 first,
@@ -123,16 +141,29 @@ class LLMEngine:
         return self.prepare(request_id, self.tokenizer.render_chat(messages, tools, **template_kwargs), params)
 
     def add_request(self, request: PreparedRequest) -> None:
-        """Queue a request.
+        """Queue a request. Whatever stops that, nothing of it is left.
 
         Raises:
-            UsageError: one of that id is running, or the core cannot serve it.
+            UsageError: one of that id is running, this one was started before, or the core cannot serve it.
+            EngineDeadError: the engine has failed, or this is a forked child.
         """
+        self.check_process()
+        check_id(request.request_id)
         if request.request_id in self._outputs:
             raise UsageError(f"A request with the id {request.request_id!r} is running; ids must differ.")
-        for choice in request.choices:  # They are alike: the core refuses the first or none.
-            self._core.add(choice)
-        self._outputs.add_request(request.request_id, request.prompt, request.choices)
+        if any(choice.started for choice in request.choices):
+            raise UsageError(f"Request {request.request_id!r} was started before; prepare another one.")
+        try:
+            self._outputs.add_request(request.request_id, request.prompt, request.choices)
+            for choice in request.choices:
+                self._core.add(choice)
+        except BaseException:
+            self._outputs.forget(request.request_id)
+            for choice in request.choices:
+                self._core.abort(choice.request_id)
+            raise
+        for choice in request.choices:
+            choice.started = True
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request: its last output, with finish_reason "abort"; None if it is not running."""
@@ -143,16 +174,27 @@ class LLMEngine:
             self._core.abort(core_id)
         return output
 
+    def abort_all(self) -> None:
+        """End every request, without a last output."""
+        for request_id in self._outputs.request_ids():
+            self.abort_request(request_id)
+
     def step(self) -> list[RequestOutput]:
-        """Run one step of the core: what it brought, one output per request at most."""
+        """Run one step of the core: what it brought, one output per request at most.
+
+        Raises:
+            EngineDeadError: the executor has failed, and nothing can run any more.
+        """
         outputs, aborts = self._outputs.process(self._core.step())
         for core_id in aborts:
             self._core.abort(core_id)
+        if len(self._outputs) and not self._core.has_work():
+            outputs += self._outputs.fail_all("The engine has lost this request: a bug of ours.")
         return outputs
 
     def has_work(self) -> bool:
         """Whether another step would do anything."""
-        return self._core.has_work()
+        return self._core.has_work() or self.has_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request has not had its last output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -11,6 +12,8 @@ from flint_runtime.outputs import CompletionOutput, Logprob, Logprobs, RequestMe
 from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, TokenOutput
 from flint_runtime.sampling_params import RequestOutputKind
 from flint_runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class OutputProcessor:
@@ -36,22 +39,40 @@ class OutputProcessor:
         self._requests[request_id] = request
         self._choices |= {choice.core_id: choice for choice in request.choices}
 
+    def request_ids(self) -> list[str]:
+        """Of the requests that are running."""
+        return list(self._requests)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request without an output; an unknown one is none."""
+        request = self._requests.pop(request_id, None)
+        for choice in request.choices if request else ():
+            self._choices.pop(choice.core_id, None)
+
     def process(self, outputs: Iterable[CoreOutput]) -> tuple[list[RequestOutput], list[str]]:
         """Take in what a step brought.
 
         Returns:
-            what there is to report, one per request at most, and the ids of answers that the core must abort, since a
-            stop text ended them.
+            what there is to report, one per request at most, and the ids that the core must abort: answers that a stop
+            text ended, requests that failed here, and what nobody knows here.
         """
         now = time.monotonic()
         touched: dict[str, _Request] = {}
         aborts = []
         for output in outputs:
-            choice = self._choices[output.request_id]
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                aborts.append(output.request_id)
+                continue
             request = choice.request
-            self._measure(request, output, now)
-            choice.take(output)
             touched[request.request_id] = request
+            try:
+                self._measure(request, output, now)
+                choice.take(output)
+            except Exception as error:
+                logger.exception("Request %r failed.", request.request_id)
+                aborts += self._end(request, "error", f"Its output could not be made: {type(error).__name__}: {error}.")
+                continue
             if choice.finish_reason is not None:
                 del self._choices[choice.core_id]
                 if output.finish_reason is None:
@@ -61,14 +82,31 @@ class OutputProcessor:
 
     def abort(self, request_id: str) -> tuple[RequestOutput, list[str]]:
         """End a request that `add_request` knows: its last output, and the ids that the core must abort."""
-        request = self._requests[request_id]
-        running = [choice for choice in request.choices if choice.finish_reason is None]
-        for choice in running:
-            choice.end("abort")
-            del self._choices[choice.core_id]
+        return self._last_output(self._requests[request_id], "abort", None)
+
+    def fail_all(self, error: str) -> list[RequestOutput]:
+        """End every request with an error: their last outputs."""
+        return [self._last_output(request, "error", error)[0] for request in list(self._requests.values())]
+
+    def _last_output(
+        self, request: _Request, reason: FinishReason, error: str | None
+    ) -> tuple[RequestOutput, list[str]]:
+        aborts = self._end(request, reason, error)
         report = self._report(request, time.monotonic())
         assert report is not None
-        return report, [choice.core_id for choice in running]
+        return report, aborts
+
+    def _end(self, request: _Request, reason: FinishReason, error: str | None) -> list[str]:
+        """End a request's answers that are running: the ids that the core must abort."""
+        running = [choice for choice in request.choices if choice.finish_reason is None]
+        for choice in running:
+            self._choices.pop(choice.core_id, None)
+            try:
+                choice.end(reason, error)
+            except Exception:  # Then without the text that was held back.
+                logger.exception("Request %r: its text could not be completed.", request.request_id)
+                choice.close(reason, error)
+        return [choice.core_id for choice in running]
 
     def _measure(self, request: _Request, output: CoreOutput, now: float) -> None:
         """Count an output's tokens and the time since the request's last; called before they are taken in."""
@@ -88,7 +126,10 @@ class OutputProcessor:
     def _report(self, request: _Request, now: float) -> RequestOutput | None:
         if not request.unfinished:
             del self._requests[request.request_id]
-            self._metrics.finish(request.record(now))
+            try:
+                self._metrics.finish(request.record(now))
+            except Exception:  # A count or a log line that is wrong costs nobody an answer.
+                logger.exception("Request %r could not be counted.", request.request_id)
         elif request.output_kind is RequestOutputKind.FINAL_ONLY:
             return None
         return request.output()
@@ -107,7 +148,11 @@ class _Request:
         self.prompt_logprobs: list[Logprobs | None] | None = None
         thinking = tokenizer.opens_thinking(first.prompt)
         self.choices = [_Choice(self, i, core, tokenizer, thinking) for i, core in enumerate(choices)]
-        self.unfinished = len(self.choices)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an answer still runs. Not counted, so that no interrupt can make it wrong."""
+        return any(choice.finish_reason is None for choice in self.choices)
 
     def output(self) -> RequestOutput:
         """The next output, in the form that the request wants."""
@@ -191,9 +236,12 @@ class _Choice:
             self._pieces.append(self._detokenizer.finish())
         if self._detokenizer.stop_text is not None:
             reason, self._stop_reason, error = "stop", self._detokenizer.stop_text, None
+        self.close(reason, error)
+
+    def close(self, reason: FinishReason, error: str | None) -> None:
+        """No more tokens and no more text come."""
         self.changed = True
-        self.request.unfinished -= 1
-        self.finish_reason, self.error = reason, error
+        self.error, self.finish_reason = error, reason
 
     def output(self, delta: bool) -> CompletionOutput:
         """The answer so far or, with `delta`, what is new of it."""

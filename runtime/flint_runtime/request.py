@@ -40,7 +40,7 @@ class Grammar(Protocol):
 
 @dataclass
 class EngineRequest:
-    """One generation. The core reads it and changes nothing but `scheduled` and the grammar's state."""
+    """One generation, to be run once. The core changes nothing of it but `scheduled` and the grammar's state."""
 
     request_id: str
     prompt: list[int]
@@ -57,6 +57,8 @@ class EngineRequest:
     """time.monotonic() at which it came."""
     scheduled: float | None = None
     """time.monotonic() at which its first step was submitted."""
+    started: bool = False
+    """Whether an engine has taken it."""
 
 
 class TokenOutput(NamedTuple):  # of all tuples the quickest to make: there is one per token

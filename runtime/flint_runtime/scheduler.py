@@ -106,6 +106,11 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         self._last_phase: Phase = "decode"
 
+    def go_on_from(self, other: Scheduler) -> None:
+        """Take over another one's counters and its pace, and none of its sequences."""
+        self.preemptions, self._budget = other.preemptions, other._budget
+        self.prefix_queries, self.prefix_hits = other.prefix_queries, other.prefix_hits
+
     # --- Requests -------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:

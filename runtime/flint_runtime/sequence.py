@@ -125,6 +125,15 @@ class Sequence:
         )
         """The fields of RowSampling that are the same for every draw."""
 
+    def restart(self) -> None:
+        """Forget its place and all that was computed: it waits, to be computed again from the tokens known here."""
+        self.status = Status.WAITING
+        self.num_tokens = len(self.tokens)
+        self.num_computed = self.num_written = self.in_flight = 0
+        self.tainted = False
+        if hasattr(self, "table"):
+            del self.table
+
     @property
     def num_generated(self) -> int:
         """Generated tokens that were read."""

@@ -14,6 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RustTokenizer
 
 from flint_runtime.errors import EngineError, UsageError
 from flint_runtime.tokenizer_files import TokenizerFiles

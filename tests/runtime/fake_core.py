@@ -30,6 +30,7 @@ class FakeCore:
     def __init__(self, answer: Callable[[EngineRequest], Sequence[int]] = echo, per_step: int = 1) -> None:
         self.answer, self.per_step = answer, per_step
         self.max_model_len = 1000
+        self.vocab_size = TOKENIZER.vocab_size
         self.running: dict[str, tuple[EngineRequest, list[int]]] = {}
         self.aborted: list[str] = []
         self.steps = 0

@@ -132,6 +132,8 @@ class FakeCuda:
         return _Error.cudaSuccess, next(self._numbers)
 
     def cudaStreamSynchronize(self, stream: int) -> tuple[Any, ...]:  # noqa: N802
+        if self.fail_waits:
+            return (_Error.cudaErrorLaunchFailure,)
         self.waits += 1
         self._run(stream)
         return (_Error.cudaSuccess,)

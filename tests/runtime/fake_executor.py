@@ -189,6 +189,10 @@ class FakeExecutor(Executor):
         self.unread.append(pending)
         return pending
 
+    def discard(self) -> None:
+        """See `Executor.discard`."""
+        self.unread = []
+
     def _run(self, phase: Phase, step: Step) -> StepResult:
         states = np.zeros(len(step.token_ids), np.uint64)
         finite = np.ones(len(step.token_ids), bool)

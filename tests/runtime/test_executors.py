@@ -202,6 +202,31 @@ def test_at_most_two_steps_are_unread(executor: Executor) -> None:
     executor.close()
 
 
+def test_discarded_steps_are_unread_no_more(executor: Executor) -> None:
+    """They have run, and as many as ever may follow, also where somebody still reads a discarded one."""
+    plan = list(steps())
+    stale = [executor.submit(*plan[i]) for i in range(MAX_IN_FLIGHT)]
+    executor.discard()
+    executor.discard()
+    following = [executor.submit(*plan[MAX_IN_FLIGHT])]
+    for pending in stale:
+        pending.result()
+    following.append(executor.submit(*plan[MAX_IN_FLIGHT + 1]))
+    with pytest.raises(StepError, match="2 steps are unread"):
+        executor.submit(*plan[0])
+    for pending in following:
+        assert (pending.result().tokens >= 0).all()
+    executor.close()
+
+
+def test_discarding_says_that_a_device_is_lost(gpu_executor: GpuExecutor, fake: FakeCuda) -> None:
+    gpu_executor.submit(*next(steps()))
+    fake.fail_waits = True
+    with pytest.raises(CudaError, match="cudaStreamSynchronize failed"):
+        gpu_executor.discard()
+    fake.fail_waits = False
+
+
 def test_a_step_that_failed_says_so_each_time(gpu_executor: GpuExecutor, fake: FakeCuda) -> None:
     plan = list(steps())
     pending = gpu_executor.submit(*plan[0])

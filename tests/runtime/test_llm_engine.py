@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flint_runtime.engine_core import CoreConfig, EngineCore
-from flint_runtime.errors import UsageError
+from flint_runtime.errors import EngineDeadError, UsageError
 from flint_runtime.executors.reference import ReferenceExecutor
 from flint_runtime.llm_engine import LLMEngine
 from flint_runtime.manifest import Limits
@@ -155,6 +155,74 @@ def test_prompts_that_cannot_be_served(engine: LLMEngine, prompt: Any) -> None:
     assert not engine.has_work()
 
 
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"stop_token_ids": [768], "min_tokens": 2}, "stop_token_ids"),
+        ({"stop_token_ids": [10**400]}, "stop_token_ids"),
+        ({"logit_bias": {768: 1.0}}, "logit_bias"),
+        ({"temperature": 1e39}, "temperature"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty"),
+        ({"presence_penalty": None}, "presence_penalty"),
+        ({"frequency_penalty": None}, "frequency_penalty"),
+    ],
+)
+def test_parameters_that_do_not_fit_the_engine(engine: LLMEngine, params: dict[str, Any], name: str) -> None:
+    """They are refused before anything runs, and never get into a step."""
+    with pytest.raises(UsageError, match=name):
+        engine.prepare("r", PROMPT, SamplingParams(**params))
+    assert not engine.has_work()
+
+
+def test_nothing_is_left_of_a_request_that_is_refused(engine: LLMEngine) -> None:
+    """Also where the engine takes the first of its answers and refuses the second."""
+    request = engine.prepare("r", PROMPT, SamplingParams(n=2, max_tokens=2))
+    object.__setattr__(request.choices[1].params, "temperature", 1e39)
+    with pytest.raises(UsageError, match="temperature"):
+        engine.add_request(request)
+    assert not engine.has_work() and not engine.has_unfinished_requests()
+    with pytest.raises(UsageError, match="temperature"):
+        engine.add_request(request)
+    again = engine.prepare("r", PROMPT, SamplingParams(max_tokens=2))
+    engine.add_request(again)
+    with pytest.raises(UsageError, match="'r' is running"):
+        engine.add_request(engine.prepare("r", PROMPT))
+    assert len(engine._core._sequences) == 1
+    engine.abort_all()
+    with pytest.raises(UsageError, match="started before"):
+        engine.add_request(again)
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_step_that_fails_is_an_error_of_its_requests(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ids(engine, PROMPT, **GREEDY)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(ReferenceExecutor, "_run_node", fail)
+    found = answer(engine, PROMPT, **GREEDY)
+    assert found.finish_reason == "error" and "RuntimeError: no kernel" in (found.error or "")
+    monkeypatch.undo()
+    assert ids(engine, PROMPT, **GREEDY) == expected
+
+
+def test_an_engine_does_not_survive_a_fork(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = engine.prepare("r", PROMPT, SamplingParams(**GREEDY))
+    closed: list[object] = []
+    monkeypatch.setattr(engine._executor, "close", lambda: closed.append(0))
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    with pytest.raises(EngineDeadError, match="forked"):
+        engine.prepare("s", PROMPT)
+    with pytest.raises(EngineDeadError, match="forked"):
+        engine.add_request(request)
+    engine.close()
+    assert not closed, "what it holds is the parent's"
+    monkeypatch.undo()
+    engine.add_request(request)
+    engine.abort_all()
+
+
 def test_a_wrong_schema_is_refused_at_once(engine: LLMEngine) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "nothing"}))
     with pytest.raises(UsageError, match=r"structured_outputs\.json"):
@@ -180,9 +248,11 @@ def test_torch_is_imported_by_the_reference_executor_only() -> None:
 
 def test_queue_time_ends_with_the_first_step(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> None:
     """Two of three requests run at once; the third waits until one of them is done."""
+    requests = [engine.prepare(name, PROMPT, SamplingParams(**GREEDY)) for name in "abc"]
     with caplog.at_level(logging.INFO, logger="flint_runtime"):
-        for name in "abc":
-            engine.add_request(engine.prepare(name, PROMPT, SamplingParams(**GREEDY)))
+        for request in requests:
+            request.choices[0].arrival = requests[0].choices[0].arrival  # Times below are since then.
+            engine.add_request(request)
         while engine.has_unfinished_requests():
             engine.step()
     first, second, third = (json.loads(record.message) for record in caplog.records)

@@ -421,3 +421,24 @@ def test_rejected_tokens_overwrite_the_ring(written: int, kept: int) -> None:
     sequence.num_written = written
     driver.scheduler.finish(sequence)
     assert driver.kv.gauges().snapshots_used == kept
+
+
+def test_a_new_scheduler_goes_on_with_counters_and_pace() -> None:
+    """And with none of the old one's sequences."""
+    driver = Driver(target_seconds=0.04)
+    driver.add(10)
+    driver.step()
+    driver.add(3500)
+    for _ in range(30):
+        driver.step()
+    old = driver.scheduler
+    driver.kv = KVCacheManager(SIZES)
+    driver.scheduler = Scheduler(driver.kv, LIMITS, target_seconds=0.04)
+    driver.scheduler.go_on_from(old)
+    assert driver.scheduler.prefix_queries == 3510
+    assert not driver.scheduler.running and not driver.scheduler.waiting
+    driver.add(10)
+    driver.step()
+    driver.add(3500)
+    assert driver.step()[0] == "decode"
+    assert driver.step() == ("prefill", {3: old._budget.tokens(0) // 64 * 64}), "no step to find the pace again"

@@ -161,6 +161,14 @@ class Executor(ABC):
             StepError: the step is malformed or exceeds the engine's limits, or MAX_IN_FLIGHT results are unread.
         """
 
+    @abstractmethod
+    def discard(self) -> None:
+        """Wait for every submitted step and drop the results that nobody has read; no `Pending` is of use any more.
+
+        Raises:
+            FlintError: the device does not work any more.
+        """
+
     def run(self, phase: Phase, step: Step, *, logits: bool = False) -> StepResult:
         """Submit one step and wait for its result; raises what both do."""
         return self.submit(phase, step, logits=logits).result()

@@ -339,6 +339,11 @@ class GpuExecutor(Executor):
         self._free_slots.pop()
         return _GpuPending(slot, prepared.results[slot.index], self._free_slots, wanted)
 
+    def discard(self) -> None:
+        """See `Executor.discard`."""
+        self._stream.wait()
+        self._free_slots = list(self._slots)
+
     def launcher(self, phase: Phase, step: Step) -> Launch:
         """For measurements: what runs the graph alone, with the arrays of `step`, which it has run already."""
         self.run(phase, step)

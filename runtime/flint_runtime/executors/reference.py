@@ -72,8 +72,7 @@ class _Finished(Pending):
     """A step that has run, and whose result counts as unread until it is asked for."""
 
     def __init__(self, executor: ReferenceExecutor, outcome: StepResult | Exception) -> None:
-        self._executor: ReferenceExecutor | None = executor
-        self._outcome = outcome
+        self._executor, self._outcome = executor, outcome
 
     def done(self) -> bool:
         """See `Pending.done`."""
@@ -81,9 +80,7 @@ class _Finished(Pending):
 
     def result(self) -> StepResult:
         """See `Pending.result`."""
-        if self._executor:
-            self._executor.unread -= 1
-            self._executor = None
+        self._executor.unread.discard(self)
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
@@ -100,7 +97,7 @@ class ReferenceExecutor(Executor):
         """
         self.engine = engine
         self.states: dict[str, Tensor] = {}
-        self.unread = 0
+        self.unread: set[Pending] = set()
         """Steps whose results nobody has read."""
         self._cache = WeightCache(cache_bytes)
         self._pools = Pools(0, 0, 0)
@@ -183,7 +180,7 @@ class ReferenceExecutor(Executor):
 
     def submit(self, phase: Phase, step: Step, *, logits: bool = False) -> Pending:
         """Run one step at once; see `Executor.submit`."""
-        if self.unread >= MAX_IN_FLIGHT:
+        if len(self.unread) >= MAX_IN_FLIGHT:
             raise too_many_in_flight()
         self._checker.check(step, phase)
         outcome: StepResult | Exception
@@ -191,8 +188,13 @@ class ReferenceExecutor(Executor):
             outcome = self._run(phase, step, logits)
         except (FlintError, SchemaError) as error:
             outcome = error
-        self.unread += 1
-        return _Finished(self, outcome)
+        pending = _Finished(self, outcome)
+        self.unread.add(pending)
+        return pending
+
+    def discard(self) -> None:
+        """See `Executor.discard`."""
+        self.unread.clear()
 
     @torch.inference_mode()
     def _run(self, phase: Phase, step: Step, logits: bool) -> StepResult:
