@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from flint_runtime.errors import UsageError
 from flint_runtime.executors.base import NO_TOKEN, Executor, Pending, StepResult
-from flint_runtime.executors.step import DRAW, NO_SLOT, RowSampling, SequencePart, build_step, from_slot
+from flint_runtime.executors.step import DRAW, NO_SLOT, Float32, RowSampling, SequencePart, build_step, from_slot
 from flint_runtime.kv_cache import KVCacheManager, choose_kv_cache
 from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, TokenOutput
 from flint_runtime.scheduler import ScheduledStep, Scheduler
 from flint_runtime.sequence import Sequence, Status
+from flint_runtime.token_logprobs import token_output
 
 _NOTHING: list[int] = []
 _NOT_FINITE = (
@@ -27,8 +28,8 @@ _NOT_FINITE = (
     "run-engine verify"
 )
 _NOTHING_ALLOWED = (
-    "No token could be drawn: the grammar, logit_bias and min_tokens together forbid every token, or the model's "
-    "logits are not finite."
+    "No token could be drawn: the grammar, allowed_token_ids, bad_words, logit_bias and min_tokens together forbid "
+    "every token, or the model's logits are not finite."
 )
 
 
@@ -100,6 +101,8 @@ class _InFlight:
     step: ScheduledStep
     rows: list[int]
     """First row of logits of every sequence."""
+    logits_rows: list[int]
+    """Rows whose logits come back."""
     pending: Pending
     submitted: float
     done: float | None
@@ -267,9 +270,10 @@ class EngineCore:
         parts, rows = self._decode_parts(step) if step.phase == "decode" else self._prefill_parts(step)
         built = build_step(parts, self._kv.page_table([sequence.table for sequence in step.sequences]))
         submitted = time.perf_counter()
-        pending = self._executor.submit(step.phase, built)
+        logits_rows = _logits_rows(step, rows, len(built.logits_rows))
+        pending = self._executor.submit(step.phase, built, logits=logits_rows)
         done = time.perf_counter() if pending.done() else None
-        self._flights.append(_InFlight(step, rows, pending, submitted, done))
+        self._flights.append(_InFlight(step, rows, logits_rows, pending, submitted, done))
         self._steps[step.phase] += 1
 
     def _begin(self, sequence: Sequence) -> None:
@@ -356,6 +360,9 @@ class EngineCore:
         step, outputs = flight.step, []
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         read = self._scheduler.step_read
+        logits: dict[int, Float32] = {}
+        if result.logits is not None:
+            logits = dict(zip(flight.logits_rows, result.logits, strict=True))
         for index, sequence in enumerate(step.sequences):
             row, end = flight.rows[index], step.starts[index] + step.counts[index]
             if sequence.wants_prompt_logprobs:
@@ -363,7 +370,7 @@ class EngineCore:
             if step.phase == "decode" or end == len(sequence.tokens):
                 if sequence.status is not Status.FINISHED:
                     proposed = step.proposals.get(index, _NOTHING)
-                    outputs.append(self._read_tokens(sequence, proposed, row, tokens, logprobs, result))
+                    outputs.append(self._read_tokens(sequence, proposed, row, tokens, logprobs, result, logits))
                 elif tokens[row] == NO_TOKEN:
                     sequence.tainted = (
                         True  # Aborted before this was known: as bad for those who would share its pages.
@@ -375,7 +382,7 @@ class EngineCore:
         """Take the logprobs of the prompt tokens behind `start` to `end`; the row behind theirs."""
         most = sequence.request.params.prompt_logprobs or 0
         for position in range(start, min(end, sequence.num_prompt - 1)):
-            sequence.prompt_logprobs.append(_token_output(sequence.tokens[position + 1], row, most, result))
+            sequence.prompt_logprobs.append(token_output(sequence.tokens[position + 1], row, result, most=most))
             row += 1
         return row
 
@@ -387,6 +394,7 @@ class EngineCore:
         tokens: list[int],
         logprobs: list[float],
         result: StepResult,
+        logits: dict[int, Float32],
     ) -> CoreOutput:
         """Append the tokens drawn from `row` on: one, and one more for every proposed token that was drawn, too."""
         request, known = sequence.request, sequence.tokens
@@ -401,8 +409,9 @@ class EngineCore:
                 sequence.tainted = True
                 break
             known.append(token)
-            if sequence.num_top:
-                new.append(_token_output(token, row, sequence.num_top, result))
+            if sequence.wants_logprobs:
+                most, given = sequence.num_top, sequence.logprob_token_ids
+                new.append(token_output(token, row, result, most=most, given=given, logits=logits.get(row)))
             else:
                 new.append(TokenOutput(token, logprobs[row]))
             if token in request.stop_token_ids:
@@ -435,14 +444,14 @@ class EngineCore:
         return CoreOutput(request.request_id, tuple(new), reason, error, prompt_logprobs, sequence.cached_tokens)
 
 
-def _token_output(token: int, row: int, most: int, result: StepResult) -> TokenOutput:
-    """A token with the `most` likeliest ones at its row."""
-    return TokenOutput(
-        token,
-        float(result.logprobs[row]),
-        tuple(result.top_tokens[row, :most].tolist()),
-        tuple(result.top_logprobs[row, :most].tolist()),
-    )
+def _logits_rows(step: ScheduledStep, first_rows: list[int], end: int) -> list[int]:
+    """Rows of draws whose logits must come back. A prompt's draw is its last row."""
+    found: list[int] = []
+    if any([sequence.needs_logits for sequence in step.sequences]):
+        for sequence, first, last in zip(step.sequences, first_rows, [*first_rows[1:], end], strict=True):
+            if sequence.needs_logits and first < last:
+                found += range(first, last) if step.phase == "decode" else [last - 1]
+    return found
 
 
 def _independent(copies: list[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:

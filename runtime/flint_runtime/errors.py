@@ -12,8 +12,8 @@ class FlintError(Exception):
     exit_code = 1
 
 
-class UsageError(FlintError):
-    """The command line or an argument is wrong."""
+class UsageError(FlintError, ValueError):
+    """The command line or an argument is wrong. A ValueError, as vLLM's are."""
 
     exit_code = 2
 
