@@ -59,11 +59,11 @@ def number(name: str, value: object, low: float, high: float, *, open_low: bool 
 
 def _float32(value: object) -> float | None:
     """A number as a float; None for anything that is not finite, or not in float32's range."""
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+    if isinstance(value, bool | str | bytes) or not hasattr(type(value), "__float__"):
         return None
     try:
-        found = float(value)  # type: ignore[arg-type]
-        struct.pack("f", found)
+        found = float(value)
+        struct.pack("<f", found)  # checked, as "f" is not
     except Exception:  # 10^400, 1e39, an array
         return None
     return found if math.isfinite(found) else None

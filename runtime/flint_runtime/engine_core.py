@@ -8,11 +8,13 @@ grammar, speculation) sit out the step that is submitted before it is read.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flint_runtime import arguments
 from flint_runtime.errors import UsageError
 from flint_runtime.executors.base import NO_TOKEN, Executor, Pending, StepResult
 from flint_runtime.executors.step import DRAW, NO_SLOT, Float32, RowSampling, SequencePart, build_step, from_slot
@@ -53,14 +55,17 @@ class CoreConfig:
     stalls for 60 ms."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise UsageError(
-                f"gpu_memory_utilization must be above 0 and at most 1, found {self.gpu_memory_utilization}."
-            )
-        if self.num_speculative_tokens < 0:
-            raise UsageError(f"num_speculative_tokens must not be negative, found {self.num_speculative_tokens}.")
-        if not self.prefill_target_seconds > 0:
-            raise UsageError(f"prefill_target_seconds must be above 0, found {self.prefill_target_seconds}.")
+        for name in ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                self._set(name, arguments.integer(name, getattr(self, name), 1, 2**63 - 1))
+        for name, high in (("gpu_memory_utilization", 1.0), ("prefill_target_seconds", math.inf)):
+            self._set(name, arguments.number(name, getattr(self, name), 0.0, high, open_low=True))
+        self._set("enable_prefix_caching", arguments.flag("enable_prefix_caching", self.enable_prefix_caching))
+        proposed = arguments.integer("num_speculative_tokens", self.num_speculative_tokens, 0, 2**31 - 1)
+        self._set("num_speculative_tokens", proposed)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)

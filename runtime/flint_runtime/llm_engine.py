@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
-from flint_runtime.arguments import shown
+from flint_runtime.arguments import integer, shown, text
 from flint_runtime.chat_template import template_options
 from flint_runtime.engine import Engine
 from flint_runtime.engine_core import CoreConfig, EngineCore
@@ -29,15 +29,13 @@ from flint_runtime.token_rules import TokenRules
 from flint_runtime.tokenizer import Message, Tokenizer, Tool
 
 
-@dataclass
+@dataclass(frozen=True)
 class PreparedRequest:
     """A request that was checked: its prompt's text if it came as one, and what the core gets for its n answers."""
 
     request_id: str
     prompt: str | None
     choices: list[EngineRequest]
-    started: bool = False
-    """It is started once: an answer moves its grammar on."""
 
 
 class LLMEngine:
@@ -93,8 +91,8 @@ class LLMEngine:
             UsageError: the request cannot be served.
         """
         arrival = time.monotonic()
-        text, given = split_prompt(prompt)
-        token_ids = self.tokenizer.encode(text or "") if given is None else given
+        written, given = split_prompt(prompt)
+        token_ids = self.tokenizer.encode(written or "") if given is None else given
         if params is not None and not isinstance(params, SamplingParams):
             raise UsageError(f"sampling_params must be SamplingParams, found {shown(params)}.")
         params = (params or SamplingParams()).with_defaults(self.tokenizer.defaults, self._draw_seed)
@@ -122,7 +120,7 @@ class LLMEngine:
             )
             for index in range(params.n)
         ]
-        return PreparedRequest(request_id, text, choices)
+        return PreparedRequest(request_id, written, choices)
 
     def prepare_chat(
         self,
@@ -151,16 +149,13 @@ class LLMEngine:
         """Queue a request.
 
         Raises:
-            UsageError: it was started before, one of that id is running, or the core cannot serve it.
+            UsageError: one of that id is running, or the core cannot serve it.
         """
-        if request.started:
-            raise UsageError(f"The request {request.request_id!r} was started before; prepare it again.")
         if request.request_id in self._outputs:
             raise UsageError(f"A request with the id {request.request_id!r} is running; ids must differ.")
         for choice in request.choices:  # They are alike: the core refuses the first or none.
             self._core.add(choice)
         self._outputs.add_request(request.request_id, request.prompt, request.choices)
-        request.started = True
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request: its last output, with finish_reason "abort"; None if it is not running."""
@@ -195,7 +190,7 @@ class LLMEngine:
         return GrammarCompiler(self.tokenizer, self._vocab_size)
 
     def _token_budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """How many tokens may be generated: max_tokens, or what the context leaves if that is less. Raises UsageError."""
+        """How many tokens may be generated: max_tokens, or what the context leaves if less. Raises UsageError."""
         context = self.max_model_len
         if not prompt_tokens:
             raise UsageError("The prompt is empty; a generation needs at least one token to start from.")
@@ -206,3 +201,20 @@ class LLMEngine:
             )
         left = context - prompt_tokens
         return left if max_tokens is None else min(max_tokens, left)
+
+
+def engine_opener(
+    model: object, executor: object, seed: object, core_config: Mapping[str, Any]
+) -> Callable[[], LLMEngine]:
+    """What opens an engine with the arguments of `LLM`, which are checked at once. Raises UsageError."""
+    if not isinstance(model, str | Path):
+        raise UsageError(f"model must be the path of an engine directory, found {shown(model)}.")
+    if executor not in get_args(ExecutorChoice):
+        raise UsageError(f"executor must be one of {', '.join(get_args(ExecutorChoice))}; found {shown(executor)}.")
+    known = [field.name for field in fields(CoreConfig)]
+    unknown = [name for name in core_config if name not in known]
+    if unknown:
+        raise UsageError(f"There is no option {unknown[0]}; there are {', '.join(('seed', *known))}.")
+    number = None if seed is None else integer("seed", seed, -(2**63), 2**64 - 1)
+    path = Path(text("model", str(model)))
+    return partial(LLMEngine.open, path, cast("ExecutorChoice", executor), CoreConfig(**core_config), number)

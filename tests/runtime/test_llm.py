@@ -22,7 +22,7 @@ def core() -> FakeCore:
 
 @pytest.fixture
 def llm(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    monkeypatch.setattr("flint_runtime.llm.LLMEngine.open", lambda *_: fake_engine(core))
+    monkeypatch.setattr("flint_runtime.llm_engine.LLMEngine.open", lambda *_: fake_engine(core))
     return LLM("anywhere")
 
 

@@ -76,10 +76,10 @@ def test_logprobs() -> None:
     token = TOKENIZER.encode("a")[0]
     none = answer([token], max_tokens=1)
     assert none.logprobs is None
-    own = Logprob(-0.5, 1, "a")
+    own = Logprob(-0.5, 1, "a", b"a")
     assert answer([token], max_tokens=1, logprobs=0).logprobs == [{token: own}]
     assert answer([token], max_tokens=1, logprobs=2).logprobs == [
-        {token: own, 1: Logprob(-2.0, 2, TOKENIZER.token_bytes(1).decode())}
+        {token: own, 1: Logprob(-2.0, 2, TOKENIZER.token_bytes(1).decode(), TOKENIZER.token_bytes(1))}
     ]
 
 
@@ -97,8 +97,8 @@ def test_prompt_logprobs_and_cached_tokens() -> None:
     assert output.prompt_logprobs == [
         None,
         {
-            6: Logprob(-3.0, None, TOKENIZER.token_bytes(6).decode()),
-            8: Logprob(-0.25, 1, TOKENIZER.token_bytes(8).decode()),
+            6: Logprob(-3.0, None, TOKENIZER.token_bytes(6).decode(), TOKENIZER.token_bytes(6)),
+            8: Logprob(-0.25, 1, TOKENIZER.token_bytes(8).decode(), TOKENIZER.token_bytes(8)),
         },
     ]
     assert output.num_cached_tokens == 1 and output.prompt is None and output.prompt_token_ids == [5, 6]

@@ -123,7 +123,7 @@ def copy_with(tmp_path: Path, **files: str | None) -> Path:
 
 def test_template_helpers(tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}\n  {% if m.role == 'bad' %}{{ raise_exception('no bad') }}{% endif %}\n"
+        "{% for m in messages %}\n  {% if m.content == 'bad' %}{{ raise_exception('no bad') }}{% endif %}\n"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}\n{% endfor %}\n"
         "{{ strftime_now('%Y') | length }}{{ eos_token }}"
     )
@@ -134,7 +134,7 @@ def test_template_helpers(tmp_path: Path) -> None:
     assert rendered == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert '"<é>"' in rendered and rendered.endswith("4<|endoftext|>")
     with pytest.raises(UsageError, match="no bad"):
-        tokenizer.render_chat([{"role": "bad", "content": ""}])
+        tokenizer.render_chat([{"role": "user", "content": "bad"}])
 
 
 def test_without_optional_files(tmp_path: Path) -> None:

@@ -44,7 +44,16 @@ from flint_runtime.executors.states import (
     mask_row,
     pool_sizes,
 )
-from flint_runtime.executors.step import STEP_ARRAYS, Int32, Pools, Step, StepChecker, sampling_states, step_block
+from flint_runtime.executors.step import (
+    STEP_ARRAYS,
+    Float32,
+    Int32,
+    Pools,
+    Step,
+    StepChecker,
+    sampling_states,
+    step_block,
+)
 from flint_runtime.executors.weight_loader import plan_weights, upload_weights
 from flint_runtime.manifest import PHASES, Phase
 
@@ -123,11 +132,11 @@ class _Logits:
         else:  # Rounded up: the next step may have another request's row.
             self.memory = cuda.PinnedMemory((1 << (rows - 1).bit_length()) * vocab_size * 4)
         self._free = free
-        self.array = self.memory.array[:size].view(np.float32).reshape(rows, vocab_size)
+        self.array: Float32 = self.memory.array[:size].view(np.float32).reshape(rows, vocab_size)
 
-    def take(self) -> Array:
+    def take(self) -> Float32:
         """A copy of the rows; the memory is free again."""
-        found = self.array.copy()
+        found: Float32 = self.array.copy()
         self._free.append(self.memory)
         return found
 

@@ -212,8 +212,8 @@ class ReferenceExecutor(Executor):
             for name in node.last_used:
                 del values[name]
         results = {name: values[name].numpy() for name in RESULT_ARRAYS}
-        every = values["logits"].numpy() if logits else None
-        return StepResult(**results, logits=every if every is None or logits is True else every[list(logits)])
+        wanted = slice(None) if logits is True else list(logits or ())
+        return StepResult(**results, logits=values["logits"].numpy()[wanted] if logits else None)
 
     def _run_node(self, node: _Node, values: dict[str, Tensor]) -> None:
         """Check and run one node, adding its outputs to `values`."""
