@@ -57,7 +57,7 @@ def number(name: str, value: object, low: float, high: float, *, open_low: bool 
     return found
 
 
-def _float32(value: object) -> float | None:
+def _float32(value: Any) -> float | None:
     """A number as a float; None for anything that is not finite, or not in float32's range."""
     if isinstance(value, bool | str | bytes) or not hasattr(type(value), "__float__"):
         return None

@@ -52,6 +52,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: Sequence[Message],
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,

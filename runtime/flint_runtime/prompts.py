@@ -77,7 +77,9 @@ def _token_ids(ids: object) -> list[int]:
 
 def _listed(values: object) -> list[Any] | None:
     """The members of a list, tuple or array; None for anything else, bytes among it."""
-    if isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray | memoryview):
+    if isinstance(values, str | bytes | bytearray | memoryview):
+        return None
+    if isinstance(values, Sequence):
         return list(values)
     if getattr(values, "ndim", 0) and hasattr(values, "tolist"):
         found: list[Any] = values.tolist()

@@ -108,6 +108,7 @@ class Tokenizer:
 
     def render_chat(
         self,
+        /,
         messages: Sequence[Message],
         tools: Sequence[Tool] | None = None,
         *,
