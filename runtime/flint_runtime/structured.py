@@ -157,7 +157,7 @@ def _with_whitespace(schema: str, pattern: str) -> str:
 def _dump(value: object) -> str:
     try:
         return json.dumps(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"structured_outputs.json is not JSON: {error}") from None
 
 

@@ -82,6 +82,16 @@ class _RestrictedAnswer:
         """See `Grammar.finished`."""
         return self._grammar is not None and self._grammar.finished
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for what the grammar allows next, if that takes time; whether it is known."""
+        wait = getattr(self._grammar, "wait", None)
+        return wait is None or bool(wait(seconds))
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot go on."""
+        return getattr(self._grammar, "error", None)
+
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     """A bad word as it is and, if it begins with another token then, behind a space. Raises UsageError."""

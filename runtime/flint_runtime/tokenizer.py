@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from flint_runtime.arguments import shown
 from flint_runtime.arguments import text as checked_text
 from flint_runtime.chat_template import ChatTemplate, TemplateSourceError
 from flint_runtime.chat_template import Message as Message
@@ -73,8 +74,13 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD. Raises UsageError where they are no token ids."""
+        try:
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError):
+            raise UsageError(
+                f"token_ids must be a list of whole numbers from 0 on, found {shown(token_ids)}."
+            ) from None
         return text
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -76,6 +77,32 @@ def test_chat_options_reach_the_template(llm: LLM) -> None:
     (output,) = llm.chat(conversation[:1], chat_template="{{ messages[0].content }}!{{ params }}",
                          chat_template_kwargs={"params": 1})  # fmt: skip
     assert output.prompt == "hi!1"
+
+
+def test_chat_options_reach_the_template_from_asyncio(core: FakeCore) -> None:
+    async def main() -> tuple[str | None, str | None]:
+        with AsyncLLM.from_factory(lambda: fake_engine(core)) as llm:
+            conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+            template = "{{ params }}{{ messages[0].content }}"
+            outputs = [
+                output
+                async for output in llm.chat(conversation, add_generation_prompt=False, continue_final_message=True)
+            ]
+            options = {"chat_template": template, "chat_template_kwargs": {"params": 1}}
+            more = [output async for output in llm.chat(conversation, **options)]
+            for wrong in ({"messages": 1}, {"tools": []}, "x"):
+                with pytest.raises(UsageError, match="chat_template_kwargs"):
+                    await llm.prepare_chat(conversation, chat_template_kwargs=wrong)
+            with pytest.raises(UsageError, match="messages must be"):
+                await llm.prepare_chat("hi")  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="prompt must be"):
+                await llm.prepare(b"hi")  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="sampling_params must be"):
+                await llm.prepare("hi", {"temperature": 0})  # type: ignore[arg-type]
+            return outputs[-1].prompt, more[-1].prompt
+
+    first, second = asyncio.run(main())
+    assert first is not None and first.endswith("Well") and second == "1hi"
 
 
 @pytest.mark.parametrize(

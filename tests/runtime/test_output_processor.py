@@ -83,6 +83,43 @@ def test_logprobs() -> None:
     ]
 
 
+def test_a_logprob_has_the_bytes_of_a_part_of_a_character() -> None:
+    """Of which a text has only U+FFFD."""
+    ids = TOKENIZER.encode("👩")
+    found = answer(ids, max_tokens=len(ids), logprobs=0)
+    assert found.text == "👩" and found.logprobs is not None
+    entries = [entry[token] for entry, token in zip(found.logprobs, ids, strict=True)]
+    assert b"".join(entry.token_bytes for entry in entries).decode() == "👩"
+    assert all("\ufffd" in (entry.decoded_token or "") for entry in entries)
+
+
+def test_without_detokenize_there_is_no_text() -> None:
+    ids = TOKENIZER.encode("Hello")
+    for kind in RequestOutputKind:
+        outputs = run(fake_engine(FakeCore()), "Hello", detokenize=False, logprobs=0, output_kind=kind)
+        assert not any(choice.text for output in outputs for choice in output.outputs)
+        last = outputs[-1].outputs[0]
+        assert last.finish_reason == "stop" and last.token_ids[-1] == EOS
+        if kind is not RequestOutputKind.DELTA:
+            assert last.token_ids == [*ids, EOS] and last.logprobs is not None
+            assert last.logprobs[0][ids[0]] == Logprob(-0.5, 1, None, TOKENIZER.token_bytes(ids[0]))
+
+
+def test_finished_is_asked_for_as_in_vllm() -> None:
+    outputs = run(fake_engine(FakeCore()), "ab")
+    assert [output.outputs[0].finished() for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+@pytest.mark.parametrize(("kind", "texts"), [
+    (RequestOutputKind.CUMULATIVE, ["a", "ab", "abc", "abc"]),
+    (RequestOutputKind.DELTA, ["a", "b", "c", ""]),
+    (RequestOutputKind.FINAL_ONLY, ["abc"]),
+])  # fmt: skip
+def test_output_kinds(kind: RequestOutputKind, texts: list[str]) -> None:
+    ids = [TOKENIZER.encode(character)[0] for character in "abc"]
+    assert [output.outputs[0].text for output in run(fake_engine(FakeCore()), ids, output_kind=kind)] == texts
+
+
 def test_prompt_logprobs_and_cached_tokens() -> None:
     core = FakeCore()
     engine = fake_engine(core)

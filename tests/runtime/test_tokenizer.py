@@ -37,6 +37,12 @@ def test_encode_and_decode_as_transformers(text: str) -> None:
     assert TOKENIZER.decode(ids) == ORACLE.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [None], "ab", 5, None, [1.5]])
+def test_what_are_no_token_ids(ids: Any) -> None:
+    with pytest.raises(UsageError, match="token_ids must be"):
+        TOKENIZER.decode(ids)
+
+
 def conversations() -> list[dict[str, Any]]:
     """Conversations of every kind, with tools, thinking switched off, and content in parts."""
     found: list[dict[str, Any]] = [
