@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def test_some_rows_of_the_logits(executor: Executor, directory: Path) -> None:
     np.testing.assert_array_equal(pending[0][0].result().logits, pending[0][1])
     if isinstance(executor, GpuExecutor):
         held = [len(memory.array) // (executor.config.vocab_size * 4) for memory in executor._free_logits]
-        assert len(held) <= 2 * MAX_IN_FLIGHT and max(held) <= 4
+        assert max(Counter(held).values()) <= MAX_IN_FLIGHT and max(held) <= 4
         executor.close()
         assert not executor._free_logits
 
