@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import struct
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from flint_runtime.errors import UsageError
@@ -90,6 +92,17 @@ def text(name: str, value: object) -> str:
             "character. Decode the text with errors='replace', or leave it out."
         ) from None
     return value
+
+
+def path(name: str, value: object) -> Path:
+    """A path that a file may have. Raises UsageError."""
+    try:
+        found = Path(value)  # type: ignore[arg-type]
+        if b"\0" in os.fsencode(found):
+            raise ValueError("a null byte")
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} must be the path of a file or directory, found {shown(value)}.") from None
+    return found
 
 
 def texts(name: str, values: object, *, most: int, longest: int) -> tuple[str, ...]:

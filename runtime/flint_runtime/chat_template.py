@@ -38,8 +38,9 @@ class ChatTemplate:
         Raises:
             TemplateSourceError: it cannot be compiled.
         """
+        # Not optimised: jinja would compute constants such as 'x' * 10**12 while it compiles.
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], optimized=False
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -47,8 +48,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # of jinja's own, and of Python's compiler where brackets are nested too deeply
-            raise TemplateSourceError(f"{type(error).__name__}: {error}") from None
+        except RecursionError:
+            raise TemplateSourceError("it is nested too deeply") from None
+        except Exception as error:  # jinja's own, and Python's about the code that jinja makes of the template
+            raise TemplateSourceError(str(error)) from None
 
     def render(
         self,
@@ -92,7 +95,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program: whatever it raises, this conversation made it
             reason = "something in it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise UsageError(f"The chat template rejects this conversation: {reason}") from None
+            raise UsageError(f"The chat template rejects this conversation: {reason!s:.500}") from None
         if mark:
             rendered, *rest = rendered.split(mark)
             if len(rest) != 1:

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from flint_runtime.arguments import integer, shown, text
+from flint_runtime.arguments import integer, path, shown
 from flint_runtime.chat_template import template_options
 from flint_runtime.engine import Engine
 from flint_runtime.engine_core import CoreConfig, EngineCore
@@ -207,8 +207,7 @@ def engine_opener(
     model: object, executor: object, seed: object, core_config: Mapping[str, Any]
 ) -> Callable[[], LLMEngine]:
     """What opens an engine with the arguments of `LLM`, which are checked at once. Raises UsageError."""
-    if not isinstance(model, str | Path):
-        raise UsageError(f"model must be the path of an engine directory, found {shown(model)}.")
+    directory = path("model", model)
     if executor not in get_args(ExecutorChoice):
         raise UsageError(f"executor must be one of {', '.join(get_args(ExecutorChoice))}; found {shown(executor)}.")
     known = [field.name for field in fields(CoreConfig)]
@@ -216,5 +215,4 @@ def engine_opener(
     if unknown:
         raise UsageError(f"There is no option {unknown[0]}; there are {', '.join(('seed', *known))}.")
     number = None if seed is None else integer("seed", seed, -(2**63), 2**64 - 1)
-    path = Path(text("model", str(model)))
-    return partial(LLMEngine.open, path, cast("ExecutorChoice", executor), CoreConfig(**core_config), number)
+    return partial(LLMEngine.open, directory, cast("ExecutorChoice", executor), CoreConfig(**core_config), number)

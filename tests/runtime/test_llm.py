@@ -150,7 +150,9 @@ def test_default_sampling_params(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": None}, "model must be"), ({"model": 5}, "model must be"), ({"model": "\ud800"}, "surrogate"),
+        ({"model": None}, "model must be"), ({"model": 5}, "model must be"),
+        ({"model": "\ud800"}, "model must be"), ({"model": "a\0b"}, "model must be"),
+
         ({"executor": "gpu"}, "executor must be one of auto, "), ({"seed": "x"}, "seed must be"),
         ({"seed": True}, "seed must be"), ({"seed": 10**400}, "seed must be"),
         ({"tensor_parallel_size": 2}, "no option tensor_parallel_size; there are seed, max_num_seqs"),
