@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from flint_runtime.llm import LLM as LLM
     from flint_runtime.outputs import CompletionOutput as CompletionOutput
     from flint_runtime.outputs import RequestOutput as RequestOutput
+    from flint_runtime.prompts import TextPrompt as TextPrompt
+    from flint_runtime.prompts import TokensPrompt as TokensPrompt
     from flint_runtime.sampling_params import RequestOutputKind as RequestOutputKind
     from flint_runtime.sampling_params import SamplingParams as SamplingParams
     from flint_runtime.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -23,6 +25,8 @@ _HOME = {
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
 }
 __all__ = list(_HOME)
 

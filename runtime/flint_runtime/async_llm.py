@@ -9,21 +9,19 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from flint_runtime.engine_core import CoreConfig
-from flint_runtime.errors import EngineDeadError, FlintError, UsageError
+from flint_runtime.errors import EngineDeadError, FlintError, UsageError, shown
 from flint_runtime.executors import ExecutorChoice
-from flint_runtime.llm_engine import LLMEngine, PreparedRequest, Prompt
+from flint_runtime.llm_engine import LLMEngine, PreparedRequest, Prompt, engine_opener
 from flint_runtime.outputs import RequestOutput
-from flint_runtime.request_check import check_id, shown
+from flint_runtime.request_check import check_id
 from flint_runtime.request_stream import RequestStream
 from flint_runtime.sampling_params import RequestOutputKind, SamplingParams
 from flint_runtime.tokenizer import Message, Tokenizer, Tool
@@ -40,13 +38,10 @@ class AsyncLLM:
     """
 
     def __init__(
-        self,
-        engine_dir: str | Path,
-        executor: ExecutorChoice = "auto",
-        **core_config: Any,
+        self, model: str | Path, executor: ExecutorChoice = "auto", *, seed: int | None = None, **core_config: Any
     ) -> None:
         """Open an engine; the arguments are those of `LLM`. Raises what it does."""
-        self._run(partial(LLMEngine.open, Path(engine_dir), executor, CoreConfig(**core_config)))
+        self._run(engine_opener(model, executor, seed, core_config))
 
     @classmethod
     def from_factory(cls, make: Callable[[], LLMEngine]) -> AsyncLLM:
@@ -92,12 +87,24 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`generate` for a conversation, rendered by the checkpoint's chat template."""
-        name, kwargs = _name(request_id), chat_template_kwargs or {}
-        prepared = self.prepare_chat(messages, sampling_params, name, tools=tools, **kwargs)
+        """`generate` for a conversation; the arguments are those of `LLM.chat`."""
+        name = _name(request_id)
+        prepared = self.prepare_chat(
+            messages,
+            sampling_params,
+            name,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         async with aclosing(self._serve(name, prepared)) as outputs:
             async for output in outputs:
                 yield output
@@ -114,11 +121,11 @@ class AsyncLLM:
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **template_kwargs: Any,
+        **chat: Any,
     ) -> PreparedRequest:
-        """`prepare` for a conversation; the rest, tools among it, goes to the chat template."""
+        """`prepare` for a conversation; the rest is as `LLMEngine.prepare_chat` takes it."""
         name = _name(request_id)
-        return await asyncio.to_thread(self._engine.prepare_chat, name, messages, sampling_params, **template_kwargs)
+        return await asyncio.to_thread(self._engine.prepare_chat, name, messages, sampling_params, **chat)
 
     def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Start a prepared request and give its outputs; see `generate`. A request can be started once."""

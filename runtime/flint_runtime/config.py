@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, ValidationEr
 
 from flint_plugins.ops import MASK_TOKENS
 from flint_runtime.config_keys import check_keys
-from flint_runtime.errors import CheckpointError
+from flint_runtime.errors import CheckpointError, shown
 from flint_runtime.rope_parameters import rope_theta
-from flint_runtime.small_files import MAX_CONFIG_BYTES, json_object, listed, read_small_file, shown
+from flint_runtime.small_files import MAX_CONFIG_BYTES, json_object, listed, read_small_file
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from flint_runtime.errors import shown
 from flint_runtime.rope_parameters import ROPE_KEYS
-from flint_runtime.small_files import shown
 
 if TYPE_CHECKING:
     from flint_runtime.config import ModelConfig

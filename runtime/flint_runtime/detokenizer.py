@@ -39,7 +39,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, thinking: bool = False) -> None:
         """Start an answer; `thinking` says that the prompt ends inside the thinking part."""
         self._tokenizer = tokenizer
-        self._stream = tokenizer.stream(params.skip_special_tokens)
+        self._stream = tokenizer.stream(params.skip_special_tokens) if params.detokenize else None
         self._matchers = [StopMatcher(text) for text in params.stop]
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -53,6 +53,8 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """The text that a token completes; where it completes a stop text, `stop_text` is set and the rest dropped."""
+        if self._stream is None:
+            return ""
         self._tokens += 1
         piece = self._stream.add([token_id])
         # The tokens of these marks are no content, nor are those before min_tokens: they cannot be in a stop text.
@@ -66,6 +68,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back: the start of a stop text that did not come, and U+FFFD for an incomplete character."""
+        if self._stream is None:
+            return ""
         piece = self._stream.finish()
         return (self._pass(piece) if self._thinking else self._release(piece)) + self._pass("")
 

@@ -14,6 +14,7 @@ the books are made anew (`_mend`), so that they are whole whatever was half done
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -21,14 +22,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from flint_runtime import arguments
 from flint_runtime.errors import EngineDeadError, FlintError, UsageError
 from flint_runtime.executors.base import MAX_IN_FLIGHT, NO_TOKEN, Executor, Pending, StepResult
-from flint_runtime.executors.step import DRAW, NO_SLOT, RowSampling, SequencePart, Step, build_step, from_slot
+from flint_runtime.executors.step import DRAW, NO_SLOT, Float32, RowSampling, SequencePart, Step, build_step, from_slot
 from flint_runtime.kv_cache import KVCacheManager, choose_kv_cache
 from flint_runtime.request import CoreOutput, EngineRequest, FinishReason, Grammar, TokenOutput
 from flint_runtime.request_check import check_request
 from flint_runtime.scheduler import ScheduledStep, Scheduler
 from flint_runtime.sequence import Sequence, Status
+from flint_runtime.token_logprobs import token_output
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,8 @@ _NOT_FINITE = (
     "run-engine verify"
 )
 _NOTHING_ALLOWED = (
-    "No token could be drawn: the grammar, logit_bias and min_tokens together forbid every token, or the model's "
-    "logits are not finite."
+    "No token could be drawn: the grammar, allowed_token_ids, bad_words, logit_bias and min_tokens together forbid "
+    "every token, or the model's logits are not finite."
 )
 
 
@@ -67,14 +70,17 @@ class CoreConfig:
     stalls for 60 ms."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise UsageError(
-                f"gpu_memory_utilization must be above 0 and at most 1, found {self.gpu_memory_utilization}."
-            )
-        if self.num_speculative_tokens < 0:
-            raise UsageError(f"num_speculative_tokens must not be negative, found {self.num_speculative_tokens}.")
-        if not self.prefill_target_seconds > 0:
-            raise UsageError(f"prefill_target_seconds must be above 0, found {self.prefill_target_seconds}.")
+        for name in ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes"):
+            if getattr(self, name) is not None:
+                self._set(name, arguments.integer(name, getattr(self, name), 1, 2**63 - 1))
+        for name, high in (("gpu_memory_utilization", 1.0), ("prefill_target_seconds", math.inf)):
+            self._set(name, arguments.number(name, getattr(self, name), 0.0, high, open_low=True))
+        self._set("enable_prefix_caching", arguments.flag("enable_prefix_caching", self.enable_prefix_caching))
+        proposed = arguments.integer("num_speculative_tokens", self.num_speculative_tokens, 0, 2**31 - 1)
+        self._set("num_speculative_tokens", proposed)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,8 @@ class _InFlight:
     step: ScheduledStep
     rows: list[int]
     """First row of logits of every sequence."""
+    logits_rows: list[int]
+    """Rows whose logits come back."""
     pending: Pending
     submitted: float
     done: float | None
@@ -387,9 +395,10 @@ class EngineCore:
         parts, rows = self._decode_parts(step) if step.phase == "decode" else self._prefill_parts(step)
         built = self._pack(step, parts)
         submitted = time.perf_counter()
-        pending = self._executor.submit(step.phase, built)
+        logits_rows = _logits_rows(step, rows, len(built.logits_rows))
+        pending = self._executor.submit(step.phase, built, logits=logits_rows)
         done = time.perf_counter() if pending.done() else None
-        self._flights.append(_InFlight(step, rows, pending, submitted, done))
+        self._flights.append(_InFlight(step, rows, logits_rows, pending, submitted, done))
         self._steps[step.phase] += 1
 
     def _begin(self, sequence: Sequence) -> None:
@@ -529,6 +538,9 @@ class EngineCore:
         step, outputs = flight.step, self._outputs
         tokens, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         read = self._scheduler.step_read
+        logits: dict[int, Float32] = {}
+        if result.logits is not None:
+            logits = dict(zip(flight.logits_rows, result.logits, strict=True))
         for index, sequence in enumerate(step.sequences):
             row, end = flight.rows[index], step.starts[index] + step.counts[index]
             ended = False
@@ -539,7 +551,7 @@ class EngineCore:
                     if sequence.status is not Status.FINISHED:
                         proposed = step.proposals.get(index, _NOTHING)
                         self._reading = sequence
-                        output = self._read_tokens(sequence, proposed, row, tokens, logprobs, result)
+                        output = self._read_tokens(sequence, proposed, row, tokens, logprobs, result, logits)
                         outputs.append(output)
                         self._reading = None
                         ended = output.finish_reason is not None
@@ -557,7 +569,7 @@ class EngineCore:
         """Take the logprobs of the prompt tokens behind `start` to `end`; the row behind theirs."""
         most = sequence.request.params.prompt_logprobs or 0
         for position in range(start, min(end, sequence.num_prompt - 1)):
-            sequence.prompt_logprobs.append(_token_output(sequence.tokens[position + 1], row, most, result))
+            sequence.prompt_logprobs.append(token_output(sequence.tokens[position + 1], row, result, most=most))
             row += 1
         return row
 
@@ -569,6 +581,7 @@ class EngineCore:
         tokens: list[int],
         logprobs: list[float],
         result: StepResult,
+        logits: dict[int, Float32],
     ) -> CoreOutput:
         """Append the tokens drawn from `row` on: one, and one more for every proposed token that was drawn, too."""
         request, known = sequence.request, sequence.tokens
@@ -585,8 +598,9 @@ class EngineCore:
                 sequence.tainted = True
                 break
             known.append(token)
-            if sequence.num_top:
-                new.append(_token_output(token, row, sequence.num_top, result))
+            if sequence.wants_logprobs:
+                most, given = sequence.num_top, sequence.logprob_token_ids
+                new.append(token_output(token, row, result, most=most, given=given, logits=logits.get(row)))
             else:
                 new.append(TokenOutput(token, logprobs[row]))
             if token in request.stop_token_ids:
@@ -636,14 +650,14 @@ def _failed(sequence: Sequence, error: Exception | None) -> CoreOutput:
     return CoreOutput(sequence.request.request_id, (), "error", message, None, sequence.cached_tokens)
 
 
-def _token_output(token: int, row: int, most: int, result: StepResult) -> TokenOutput:
-    """A token with the `most` likeliest ones at its row."""
-    return TokenOutput(
-        token,
-        float(result.logprobs[row]),
-        tuple(result.top_tokens[row, :most].tolist()),
-        tuple(result.top_logprobs[row, :most].tolist()),
-    )
+def _logits_rows(step: ScheduledStep, first_rows: list[int], end: int) -> list[int]:
+    """Rows of draws whose logits must come back. A prompt's draw is its last row."""
+    found: list[int] = []
+    if any([sequence.needs_logits for sequence in step.sequences]):
+        for sequence, first, last in zip(step.sequences, first_rows, [*first_rows[1:], end], strict=True):
+            if sequence.needs_logits and first < last:
+                found += range(first, last) if step.phase == "decode" else [last - 1]
+    return found
 
 
 def _independent(copies: list[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:

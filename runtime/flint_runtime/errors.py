@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,8 +30,8 @@ class FlintError(Exception):
         self.details = details
 
 
-class UsageError(FlintError):
-    """The command line or an argument is wrong."""
+class UsageError(FlintError, ValueError):
+    """The command line or an argument is wrong. A ValueError, as vLLM's are."""
 
     exit_code = 2
 
@@ -131,3 +131,14 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     mark = " … "
     tail = most // 3
     return text[: most - tail - len(mark)] + mark + text[-tail:]
+
+
+def shown(value: object) -> str:
+    """A value for a message: at most 100 characters, whatever it is."""
+    if isinstance(value, Mapping | list | tuple) and len(value) > 100:
+        return f"{type(value).__name__} of {len(value)} items"
+    try:
+        text = repr(value)
+    except Exception:  # an integer of 5,000 digits, a list that is nested too deeply, an object of the caller's
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 100 else text[:99] + "…"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from flint_runtime.engine_core import CoreConfig
-from flint_runtime.errors import UsageError
+from flint_runtime.errors import UsageError, shown
 from flint_runtime.executors import ExecutorChoice
-from flint_runtime.llm_engine import LLMEngine, PreparedRequest, Prompt
+from flint_runtime.llm_engine import PreparedRequest, engine_opener
 from flint_runtime.outputs import RequestOutput
+from flint_runtime.prompts import Prompt, split_prompts
 from flint_runtime.sampling_params import RequestOutputKind, SamplingParams
 from flint_runtime.tokenizer import Message, Tokenizer, Tool
 
@@ -20,24 +20,37 @@ from flint_runtime.tokenizer import Message, Tokenizer, Tool
 class LLM:
     """An engine that answers prompts. Not thread-safe; `AsyncLLM` serves requests as they come."""
 
-    def __init__(self, engine_dir: str | Path, executor: ExecutorChoice = "auto", **core_config: Any) -> None:
-        """Open an engine directory.
+    def __init__(
+        self, model: str | Path, executor: ExecutorChoice = "auto", *, seed: int | None = None, **core_config: Any
+    ) -> None:
+        """Open an engine.
 
         Args:
+            model: the engine's directory.
             executor: what runs the graph; "auto" takes a GPU where the engine fits it, else the CPU.
+            seed: makes the answers of a whole run reproducible, also to requests without a seed.
             core_config: fields of `CoreConfig`: max_num_seqs, max_model_len, gpu_memory_utilization,
                 enable_prefix_caching, num_speculative_tokens and others.
         Raises:
+            UsageError: an argument is wrong.
             EngineError: the directory is damaged or cannot be run here.
             ResourceError: it does not fit the GPU.
         """
-        self._engine = LLMEngine.open(Path(engine_dir), executor, CoreConfig(**core_config))
+        self._engine = engine_opener(model, executor, seed, core_config)()
         self._next_id = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's."""
         return self._engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The checkpoint's."""
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: the checkpoint's defaults, and no seed."""
+        return replace(SamplingParams().with_defaults(self.tokenizer.defaults), seed=None)
 
     def generate(
         self,
@@ -46,18 +59,17 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts, each a text or token ids; one or many.
+        """Answer prompts, one or many, each a text, token ids, or a dict as vLLM has it.
 
         Args:
-            sampling_params: for all, or one per prompt.
+            sampling_params: for all, or one per prompt. Their output_kind does not matter: only whole answers return.
             use_tqdm: whether to show progress on stderr.
         Returns:
             one output per prompt, in their order. A request that fails alone has finish_reason "error".
         Raises:
             UsageError: a request cannot be served; none is.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        every = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        every = split_prompts(prompts)
         params = _per_request(sampling_params, len(every))
         requests = [self._engine.prepare(self._id(), p, s) for p, s in zip(every, params, strict=True)]
         return self._run_all(requests, use_tqdm)
@@ -66,18 +78,37 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Tool] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, one or many, rendered by the checkpoint's chat template; see `generate`."""
-        one = len(messages) > 0 and not isinstance(messages[0], Sequence)
-        every = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        kwargs = chat_template_kwargs or {}
+        """Answer conversations, one or many; see `generate`.
+
+        Args:
+            chat_template: in place of the checkpoint's.
+            add_generation_prompt: whether to start a new answer.
+            continue_final_message: go on with the last message instead.
+            tools: what the model may call.
+            chat_template_kwargs: whatever else the template reads, such as enable_thinking.
+        """
+        every = _conversations(messages)
         params = _per_request(sampling_params, len(every))
         requests = [
-            self._engine.prepare_chat(self._id(), m, s, tools, **kwargs) for m, s in zip(every, params, strict=True)
+            self._engine.prepare_chat(
+                self._id(),
+                conversation,
+                own,
+                tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation, own in zip(every, params, strict=True)
         ]
         return self._run_all(requests, use_tqdm)
 
@@ -123,11 +154,24 @@ class LLM:
             engine.abort_all()
 
 
+def _conversations(messages: object) -> list[Any]:
+    """One conversation or many, as a list of them; what is in them is checked when they are rendered."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes | bytearray | memoryview):
+        raise UsageError(
+            f'messages must be a list such as [{{"role": "user", "content": "Hi"}}], or a list of such lists; found '
+            f"{shown(messages)}."
+        )
+    many = all(isinstance(entry, Sequence) and not isinstance(entry, str | bytes) for entry in messages)
+    return list(messages) if many else [messages]
+
+
 def _per_request(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, list | tuple):
+        raise UsageError(f"sampling_params must be SamplingParams, or a list of them; found {shown(params)}.")
     if len(params) != count:
         raise UsageError(f"sampling_params has {len(params)} entries for {count} prompts; pass one, or one per prompt.")
     return params

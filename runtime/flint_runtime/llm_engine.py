@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import os
+import random
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
+from flint_runtime.arguments import integer, path
+from flint_runtime.chat_template import template_options
 from flint_runtime.engine import Engine
 from flint_runtime.engine_core import CoreConfig, EngineCore
-from flint_runtime.errors import EngineDeadError, UsageError
+from flint_runtime.errors import EngineDeadError, UsageError, shown
 from flint_runtime.executors import ExecutorChoice, open_executor
 from flint_runtime.executors.base import Executor
 from flint_runtime.metrics import Metrics
 from flint_runtime.output_processor import OutputProcessor
 from flint_runtime.outputs import RequestOutput
+from flint_runtime.prompts import Prompt as Prompt
+from flint_runtime.prompts import split_prompt
 from flint_runtime.request import EngineRequest
 from flint_runtime.request_check import check_id, check_request
 from flint_runtime.sampling_params import SamplingParams
 from flint_runtime.structured import GrammarCompiler
+from flint_runtime.token_rules import TokenRules
 from flint_runtime.tokenizer import Message, Tokenizer, Tool
-
-Prompt = str | Sequence[int]
-"""A text, in which special tokens are recognised, or token ids."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,38 @@ class LLMEngine:
         max_model_len: most tokens of a prompt and its answer.
     """
 
-    def __init__(self, core: EngineCore, executor: Executor, tokenizer: Tokenizer) -> None:
-        """Take over a core, and the executor that it runs on; nobody else may use them."""
+    def __init__(
+        self, core: EngineCore, executor: Executor, tokenizer: Tokenizer, draw_seed: Callable[[], int] | None = None
+    ) -> None:
+        """Take over a core, and the executor that it runs on; nobody else may use them.
+
+        Args:
+            draw_seed: gives requests without a seed one of 64 bits; None for the system's random numbers.
+        """
         self.tokenizer = tokenizer
         self.metrics = Metrics()
         self.max_model_len = core.max_model_len
         self._core, self._executor = core, executor
+        self._vocab_size = executor.config.vocab_size
+        self._draw_seed = draw_seed
         self._outputs = OutputProcessor(tokenizer, self.metrics)
         self._process = os.getpid()
+        self._grammar_lock = threading.Lock()
+        self._grammar_compiler: GrammarCompiler | None = None
 
     @classmethod
-    def open(cls, directory: Path, executor: ExecutorChoice, config: CoreConfig) -> LLMEngine:
-        """Open an engine directory. Raises what `open_executor` and `EngineCore` do."""
+    def open(cls, directory: Path, executor: ExecutorChoice, config: CoreConfig, seed: int | None = None) -> LLMEngine:
+        """Open an engine directory. Raises what `open_executor` and `EngineCore` do.
+
+        Args:
+            seed: makes the draws of requests without a seed reproducible, if they come in the same order.
+        """
         engine = Engine.open(directory)
         tokenizer = Tokenizer(engine.directory)
         opened = open_executor(engine, executor)
         try:
-            return cls(EngineCore(opened, config), opened, tokenizer)
+            draw_seed = None if seed is None else partial(random.Random(seed).getrandbits, 64)
+            return cls(EngineCore(opened, config), opened, tokenizer, draw_seed)
         except BaseException:
             opened.close()
             raise
@@ -71,8 +90,8 @@ class LLMEngine:
         """Free the executor; requests that are running are lost. In a forked child nothing: it is the parent's."""
         if os.getpid() != self._process:
             return
-        if "_grammars" in self.__dict__:
-            self._grammars.close()
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.close()
         self._executor.close()
 
     def check_process(self) -> None:
@@ -94,20 +113,23 @@ class LLMEngine:
         self.check_process()
         check_id(request_id)
         arrival = time.monotonic()
-        if isinstance(prompt, str) and (least := self.tokenizer.least_tokens(prompt)) >= self.max_model_len:
+        written, given = split_prompt(prompt)
+        if given is None and (least := self.tokenizer.least_tokens(written or "")) >= self.max_model_len:
             raise UsageError(
-                f"The prompt has {len(prompt):,} characters, which are {least:,} tokens or more; this engine's context "
-                f"is {self.max_model_len:,} tokens. Shorten it, or build the engine with a larger --max-context."
+                f"The prompt has {len(written or ''):,} characters, which are {least:,} tokens or more; this engine's "
+                f"context is {self.max_model_len:,} tokens. Shorten it, or build the engine with a larger "
+                "--max-context."
             )
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if any(type(token) is not int for token in token_ids):
-            raise UsageError(f"The prompt must be a text or token ids, found {prompt!r:.100}.")
-        params = (params or SamplingParams()).with_defaults(self.tokenizer.defaults)
+        token_ids = self.tokenizer.encode(written or "") if given is None else given
+        if params is not None and not isinstance(params, SamplingParams):
+            raise UsageError(f"sampling_params must be SamplingParams, found {shown(params)}.")
+        params = (params or SamplingParams()).with_defaults(self.tokenizer.defaults, self._draw_seed)
         eos = frozenset(self.tokenizer.eos_token_ids)
         structured = params.structured_outputs
         # A text that matches its grammar can only end: then ignore_eos has no say.
         stop = frozenset(params.stop_token_ids) | (eos if structured or not params.ignore_eos else frozenset())
         thinking = self.tokenizer.opens_thinking(token_ids)
+        rules = TokenRules(params, self.tokenizer, self._vocab_size)
         first = EngineRequest(
             request_id,
             token_ids,
@@ -123,11 +145,11 @@ class LLMEngine:
                 first,
                 request_id=f"{request_id}#{index}",
                 params=params.choice(index),
-                grammar=self._grammars.compile(structured, thinking) if structured else None,
+                grammar=rules.answer(self._grammars.compile(structured, thinking) if structured else None),
             )
             for index in range(params.n)
         ]
-        return PreparedRequest(request_id, prompt if isinstance(prompt, str) else None, choices)
+        return PreparedRequest(request_id, written, choices)
 
     def prepare_chat(
         self,
@@ -135,10 +157,22 @@ class LLMEngine:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         tools: Sequence[Tool] | None = None,
-        **template_kwargs: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> PreparedRequest:
-        """`prepare` for a conversation, rendered by the checkpoint's template."""
-        return self.prepare(request_id, self.tokenizer.render_chat(messages, tools, **template_kwargs), params)
+        """`prepare` for a conversation, rendered by the checkpoint's template or another; see `ChatTemplate.render`."""
+        prompt = self.tokenizer.render_chat(
+            messages,
+            tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_options(chat_template_kwargs),
+        )
+        return self.prepare(request_id, prompt, params)
 
     def add_request(self, request: PreparedRequest) -> None:
         """Queue a request. Whatever stops that, nothing of it is left.
@@ -204,12 +238,16 @@ class LLMEngine:
         """Every metric as plain values; see `Metrics.snapshot`. From any thread: it reads numbers only."""
         return self.metrics.snapshot(self._core.stats())
 
-    @cached_property
+    @property
     def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self.tokenizer, self._executor.config.vocab_size)
+        """Made with the first request that wants it; requests are prepared in many threads."""
+        with self._grammar_lock:
+            if self._grammar_compiler is None:
+                self._grammar_compiler = GrammarCompiler(self.tokenizer, self._vocab_size)
+            return self._grammar_compiler
 
     def _token_budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """How many tokens may be generated: max_tokens, or what the context leaves. Raises UsageError."""
+        """How many tokens may be generated: max_tokens, or what the context leaves if less. Raises UsageError."""
         context = self.max_model_len
         if not prompt_tokens:
             raise UsageError("The prompt is empty; a generation needs at least one token to start from.")
@@ -218,12 +256,20 @@ class LLMEngine:
                 f"The prompt has {prompt_tokens} tokens; this engine's context is {context} tokens, and at least one "
                 "must be left for the answer. Shorten the prompt, or build the engine with a larger --max-context."
             )
-        if max_tokens is None:
-            return context - prompt_tokens
-        if prompt_tokens + max_tokens > context:
-            raise UsageError(
-                f"The prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}: together more than this "
-                f"engine's context of {context} tokens. Lower max_tokens to {context - prompt_tokens}, or shorten the "
-                "prompt."
-            )
-        return max_tokens
+        left = context - prompt_tokens
+        return left if max_tokens is None else min(max_tokens, left)
+
+
+def engine_opener(
+    model: object, executor: object, seed: object, core_config: Mapping[str, Any]
+) -> Callable[[], LLMEngine]:
+    """What opens an engine with the arguments of `LLM`, which are checked at once. Raises UsageError."""
+    directory = path("model", model)
+    if executor not in get_args(ExecutorChoice):
+        raise UsageError(f"executor must be one of {', '.join(get_args(ExecutorChoice))}; found {shown(executor)}.")
+    known = [field.name for field in fields(CoreConfig)]
+    unknown = [name for name in core_config if name not in known]
+    if unknown:
+        raise UsageError(f"There is no option {unknown[0]}; there are {', '.join(('seed', *known))}.")
+    number = None if seed is None else integer("seed", seed, -(2**63), 2**64 - 1)
+    return partial(LLMEngine.open, directory, cast("ExecutorChoice", executor), CoreConfig(**core_config), number)

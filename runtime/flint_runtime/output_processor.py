@@ -201,7 +201,7 @@ class _Choice:
         self._detokenizer = Detokenizer(tokenizer, core.params, thinking)
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[Logprobs] | None = None if core.params.logprobs is None else []
+        self._logprobs: list[Logprobs] | None = [] if core.params.wants_logprobs else None
         self._cumulative_logprob = 0.0
         self.generated = 0
         self.changed = False
@@ -271,12 +271,13 @@ class _Choice:
 
     def _describe(self, token: TokenOutput, count: int) -> Logprobs:
         """A token's logprob and those of the `count` likeliest."""
-        rank = token.top_tokens.index(token.token_id) + 1 if token.token_id in token.top_tokens else None
-        found = {token.token_id: Logprob(token.logprob, rank, self._decode(token.token_id))}
-        for i, (other, logprob) in enumerate(zip(token.top_tokens[:count], token.top_logprobs, strict=False), 1):
+        found = {token.token_id: self._logprob(token.token_id, token.logprob, token.rank)}
+        ranks = token.top_ranks or range(1, count + 1)
+        for other, logprob, rank in zip(token.top_tokens, token.top_logprobs, ranks, strict=False):
             if other != token.token_id:
-                found[other] = Logprob(logprob, i, self._decode(other))
+                found[other] = self._logprob(other, logprob, rank)
         return found
 
-    def _decode(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    def _logprob(self, token_id: int, logprob: float, rank: int | None) -> Logprob:
+        data = self._tokenizer.token_bytes(token_id)
+        return Logprob(logprob, rank, data.decode("utf-8", "replace") if self._params.detokenize else None, data)

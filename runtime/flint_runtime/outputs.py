@@ -13,12 +13,15 @@ class Logprob:
 
     logprob: float
     rank: int | None
-    """1 is the likeliest; None below the reported ones."""
-    decoded_token: str
+    """1 is the likeliest. None of a token of the prompt, or one of logprob_token_ids, below the 20 likeliest."""
+    decoded_token: str | None
+    """Its bytes as a text, U+FFFD for what is no character; None without detokenize."""
+    token_bytes: bytes = b""
+    """What the token stands for: a character may be spread over several."""
 
 
 Logprobs = dict[int, Logprob]
-"""By token id: the token at that place, and the likeliest ones as many as were asked for."""
+"""By token id: the token at that place, and the likeliest ones as many as were asked for, or those asked for."""
 
 
 @dataclass(slots=True)
@@ -39,7 +42,6 @@ class CompletionOutput:
     error: str | None = None
     """With finish_reason "error": what is wrong."""
 
-    @property
     def finished(self) -> bool:
         """Whether nothing more comes."""
         return self.finish_reason is not None

@@ -62,12 +62,19 @@ class EngineRequest:
 
 
 class TokenOutput(NamedTuple):  # of all tuples the quickest to make: there is one per token
-    """A token with its logprob, and the likeliest tokens at its place, best first; as many as were asked for."""
+    """A token with its logprob, and the likeliest tokens at its place, best first; as many as were asked for.
+
+    With logprob_token_ids, those tokens stand in place of the likeliest.
+    """
 
     token_id: int
     logprob: float
     top_tokens: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int | None = None
+    """Of the token among all, 1 for the likeliest; None where nobody asked, or it is not known."""
+    top_ranks: tuple[int | None, ...] = ()
+    """Of top_tokens, None below the 20 likeliest; empty: 1, 2, …."""
 
 
 class CoreOutput(NamedTuple):

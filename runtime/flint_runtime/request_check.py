@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flint_runtime.errors import UsageError
+from flint_runtime.errors import UsageError, shown
 from flint_runtime.executors.step import STEP_ARRAYS, RowSampling
 from flint_runtime.request import EngineRequest
 
@@ -50,14 +50,6 @@ def check_id(request_id: object) -> None:
     """Raise UsageError unless it is a text that is not empty."""
     if not isinstance(request_id, str) or not request_id:
         raise UsageError(f"request_id must be a text that is not empty, found {shown(request_id)}.")
-
-
-def shown(value: object) -> str:
-    """A value for a message, not too long, whatever it is: `repr` fails for some, as for an int of 5,000 digits."""
-    try:
-        return f"{value!r:.100}"
-    except Exception:
-        return f"a value of type {type(value).__name__}"
 
 
 def _check_prompt(prompt: object, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flint_runtime.small_files import shown
+from flint_runtime.errors import shown
 
 DEFAULT_THETA = 10000.0
 """transformers' default for configs that name none."""

@@ -7,6 +7,7 @@ from enum import Enum
 from flint_runtime.kv_cache import BlockTable
 from flint_runtime.prompt_lookup import PromptLookup
 from flint_runtime.request import EngineRequest, TokenOutput
+from flint_runtime.token_logprobs import needs_logits
 
 
 class Status(Enum):
@@ -39,8 +40,10 @@ class Sequence:
         "has_penalties",
         "in_flight",
         "kept_boundary",
+        "logprob_token_ids",
         "lookup",
         "max_length",
+        "needs_logits",
         "next_boundary",
         "num_computed",
         "num_prompt",
@@ -56,6 +59,7 @@ class Sequence:
         "table",
         "tainted",
         "tokens",
+        "wants_logprobs",
         "wants_prompt_logprobs",
     )
 
@@ -108,7 +112,11 @@ class Sequence:
         """Whether its slot has a logit bias."""
         self.banning = False
         """Whether that bias holds stop tokens back until min_tokens."""
+        self.wants_logprobs = params.wants_logprobs
         self.num_top = params.logprobs or 0
+        self.logprob_token_ids = params.logprob_token_ids or ()
+        self.needs_logits = needs_logits(params, constrained=self.constrained or self.has_penalties)
+        """Whether the logits of its draws must come back for them."""
         self.wants_prompt_logprobs = params.prompt_logprobs is not None
         """Until they are handed out."""
         self.prompt_logprobs: list[TokenOutput | None] = [None]

@@ -6,9 +6,11 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from flint_runtime.errors import shown
 
 MAX_CONFIG_BYTES = 4 << 20
 """Of config.json, generation_config.json, tokenizer_config.json and a chat template; real ones have some kilobytes."""
@@ -82,14 +84,6 @@ def json_object(data: bytes) -> dict[str, Any]:
         raise ValueError(f"it holds a JSON {_json_type(found)}, expected an object")
     _check_depth(found)
     return found
-
-
-def shown(value: object) -> str:
-    """A value for messages: at most 100 characters."""
-    if isinstance(value, Mapping | list | tuple) and len(value) > 100:
-        return f"{type(value).__name__} of {len(value)} items"
-    text = repr(value)
-    return text if len(text) <= 100 else text[:99] + "…"
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:

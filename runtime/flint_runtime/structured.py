@@ -115,8 +115,10 @@ class MaskedGrammar:
 
 def _source(params: StructuredOutputsParams) -> tuple[str, str]:
     """Which of the parameters is given, and its text."""
-    if params.json is not None:
-        return "json", params.json if isinstance(params.json, str) else _dump(params.json)
+    if params.json is not None or params.json_object:
+        schema = {"type": "object"} if params.json is None else params.json
+        text = schema if isinstance(schema, str) else _dump(schema)
+        return "json", text if params.whitespace_pattern is None else _with_whitespace(text, params.whitespace_pattern)
     if params.regex is not None:
         return "regex", params.regex
     if params.choice is not None:
@@ -124,6 +126,21 @@ def _source(params: StructuredOutputsParams) -> tuple[str, str]:
         return "choice", _dump(params.choice)
     assert params.grammar is not None
     return "grammar", params.grammar
+
+
+def _with_whitespace(schema: str, pattern: str) -> str:
+    """A schema that says what may stand between its tokens, in llguidance's own key."""
+    try:
+        found = json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"structured_outputs.json is not JSON: {error}") from None
+    if isinstance(found, bool):
+        found = {} if found else {"not": {}}
+    if not isinstance(found, dict):
+        raise UsageError(f"structured_outputs.json must be an object, found {type(found).__name__}.")
+    given = found.get("x-guidance")
+    options = {**(given if isinstance(given, dict) else {}), "whitespace_pattern": pattern}
+    return _dump({**found, "x-guidance": options})
 
 
 def _dump(value: object) -> str:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node, Scope
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
-from flint_runtime.errors import EngineError, UsageError
+from flint_runtime.arguments import text as checked_text
+from flint_runtime.chat_template import ChatTemplate, TemplateSourceError
+from flint_runtime.chat_template import Message as Message
+from flint_runtime.chat_template import Tool as Tool
+from flint_runtime.errors import EngineError, UsageError, shown
 from flint_runtime.tokenizer_files import TokenizerFiles
 
-Message = Mapping[str, Any]
-Tool = Mapping[str, Any]
+_CACHED_TEMPLATES = 16
+"""Templates that callers brought."""
 
 
 _SHORT_CHARACTERS = 2000
@@ -49,7 +47,11 @@ class Tokenizer:
         self._tokenizer = found.tokenizer
         self.defaults, self.eos_token_ids = found.defaults, found.eos_token_ids
         self._special_tokens = found.special_tokens
-        self._template = None if found.template is None else _compile(found.template, found.source)
+        try:
+            self._template = None if found.template is None else ChatTemplate(found.template, found.special_tokens)
+        except TemplateSourceError as error:
+            raise EngineError(f"The chat template in {found.source} is not valid: {error}") from None
+        self._compile = lru_cache(_CACHED_TEMPLATES)(lambda source: ChatTemplate(source, self._special_tokens))
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -77,8 +79,13 @@ class Tokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD. Raises UsageError where they are no token ids."""
+        try:
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError):
+            raise UsageError(
+                f"token_ids must be a list of whole numbers from 0 on, found {shown(token_ids)}."
+            ) from None
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -112,34 +119,38 @@ class Tokenizer:
 
     def render_chat(
         self,
+        /,
         messages: Sequence[Message],
         tools: Sequence[Tool] | None = None,
+        *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> str:
-        """Render a conversation with the checkpoint's chat template, as transformers' apply_chat_template does.
+        """Render a conversation with the checkpoint's chat template, or another; see `ChatTemplate.render`.
 
         Raises:
             UsageError: there is no template, or it rejects the conversation.
         """
-        if self._template is None:
-            raise UsageError("This checkpoint has no chat template; send a plain prompt instead.")
-        values = {**self._special_tokens, **template_kwargs}
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **values,
+        if chat_template is not None:
+            source = checked_text("chat_template", chat_template)
+            try:
+                template = self._compile(source)
+            except TemplateSourceError as error:
+                raise UsageError(f"chat_template is not valid: {error}") from None
+        elif self._template is None:
+            raise UsageError(
+                "This checkpoint has no chat template; pass chat_template, or send a plain prompt instead."
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UsageError(f"The chat template rejects this conversation: {error}") from None
+        else:
+            template = self._template
+        return template.render(messages, tools, add_generation_prompt, continue_final_message, **template_kwargs)
 
     def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **template_kwargs: Any
     ) -> list[int]:
-        """Token ids of a rendered conversation that ends with the generation prompt; see `render_chat`."""
+        """Token ids of a rendered conversation; see `render_chat`."""
         return self.encode(self.render_chat(messages, tools, **template_kwargs))
 
 
@@ -183,50 +194,3 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_of_character()
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}`, with which transformers marks the assistant's tokens for training: only a scope here."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own name and type)
-
-    def parse(self, parser: Parser) -> Node:
-        """Replace the tag by its body."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return Scope(body, lineno=line)
-
-
-def _compile(template: str, source: str) -> jinja2.Template:
-    # Not optimised: jinja would compute constants such as 'x' * 10**12 while it compiles.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], optimized=False
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(template)
-    except RecursionError:
-        raise EngineError(f"The chat template in {source} is not valid: it is nested too deeply") from None
-    except Exception as error:  # jinja's own, and Python's about the code that jinja makes of the template
-        raise EngineError(f"The chat template in {source} is not valid: {error}") from None
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without jinja's HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)

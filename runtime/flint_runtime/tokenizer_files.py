@@ -10,17 +10,9 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from flint_runtime.errors import EngineError
+from flint_runtime.errors import EngineError, shown
 from flint_runtime.sampling_params import generation_defaults
-from flint_runtime.small_files import (
-    MAX_CONFIG_BYTES,
-    MAX_TOKENIZER_BYTES,
-    json_object,
-    listed,
-    read_small_file,
-    shown,
-    utf8,
-)
+from flint_runtime.small_files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, json_object, listed, read_small_file, utf8
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 GENERATION = "generation_config.json"

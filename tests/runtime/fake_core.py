@@ -67,7 +67,7 @@ class FakeCore:
         new = new[: stops[0] + 1] if stops else new
         if stops or not left:
             del self.running[request.request_id]
-        tokens = tuple(TokenOutput(token, -0.5, (token, 1), (-0.5, -2.0)) for token in new)
+        tokens = tuple(TokenOutput(token, -0.5, (token, 1), (-0.5, -2.0), 1) for token in new)
         return CoreOutput(request.request_id, tokens, "stop" if stops else None if left else "length")
 
 

@@ -175,17 +175,18 @@ class FakeExecutor(Executor):
         self.rings[list(targets)] = self.rings[list(sources)]
         self.copies += zip(sources, targets, strict=True)
 
-    def run(self, phase: Phase, step: Step, *, logits: bool = False) -> StepResult:
+    def run(self, phase: Phase, step: Step, *, logits: bool | Sequence[int] = False) -> StepResult:
         """See `Executor.run`."""
         return self.submit(phase, step, logits=logits).result()
 
-    def submit(self, phase: Phase, step: Step, *, logits: bool = False) -> Pending:
+    def submit(self, phase: Phase, step: Step, *, logits: bool | Sequence[int] = False) -> Pending:
         """See `Executor.submit`."""
         if len(self.unread) >= MAX_IN_FLIGHT:
             raise StepError("too many steps are unread")
         check_step(step, phase, self.config, self.limits, self._pools)
         self.steps.append((phase, step))
-        pending = FakePending(self, self._run(phase, step))
+        rows = range(len(step.logits_rows)) if logits is True else logits or ()
+        pending = FakePending(self, self._run(phase, step, rows))
         self.unread.append(pending)
         return pending
 
@@ -193,7 +194,7 @@ class FakeExecutor(Executor):
         """See `Executor.discard`."""
         self.unread = []
 
-    def _run(self, phase: Phase, step: Step) -> StepResult:
+    def _run(self, phase: Phase, step: Step, logits_rows: Sequence[int]) -> StepResult:
         states = np.zeros(len(step.token_ids), np.uint64)
         finite = np.ones(len(step.token_ids), bool)
         for b, length in enumerate(step.seq_lens.tolist()):
@@ -209,6 +210,7 @@ class FakeExecutor(Executor):
             np.zeros(rows, np.float32),
             np.zeros((rows, MAX_LOGPROBS), np.int32),
             np.zeros((rows, MAX_LOGPROBS), np.float32),
+            np.zeros((len(logits_rows), self.config.vocab_size), np.float32) if logits_rows else None,
         )
         for row, token_row in enumerate(step.logits_rows.tolist()):
             logits = logits_of(states[token_row : token_row + 1], self.config.vocab_size)
@@ -216,6 +218,9 @@ class FakeExecutor(Executor):
             best = np.argsort(-logits, kind="stable")[:MAX_LOGPROBS]
             result.tokens[row], result.logprobs[row] = token, logits[token] if token >= 0 else np.nan
             result.top_tokens[row], result.top_logprobs[row] = best, logits[best]
+            if row in logits_rows:
+                assert result.logits is not None
+                result.logits[logits_rows.index(row)] = logits
         return result
 
     def _attend(

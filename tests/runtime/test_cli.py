@@ -137,15 +137,16 @@ def test_chat_remembers(engine: Path) -> None:
 
 
 def test_a_conversation_that_outgrows_the_context(engine: Path) -> None:
-    shown = run("chat", engine, "--max-tokens", "500", stdin="Hello " * 100)
-    assert shown.exit_code == 2 and "context of 512 tokens" in " ".join(shown.stderr.split())
+    shown = run("chat", engine, "--max-tokens", "500", stdin="Hello " * 600)
+    assert shown.exit_code == 2 and "context is 512 tokens" in " ".join(shown.stderr.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["generate", "ENGINE", ""], 2, "prompt is empty"),
-        (["generate", "ENGINE", "x", "--max-tokens", "600"], 2, "context of 512 tokens"),
+        (["generate", "ENGINE", "x " * 600], 2, "context is 512 tokens"),
+        (["generate", "ENGINE", "x", "--max-tokens", "0"], 2, "max_tokens must be"),
         (["generate", "ENGINE", "x", "--temperature", "-1"], 2, "temperature"),
         (["generate", "ENGINE", "x", "--executor", "magic"], 2, "Invalid value"),
         (["inspect", "/nowhere"], 4, "is not an engine"),

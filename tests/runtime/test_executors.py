@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,26 @@ def test_results_equal_the_reference_executors(
     assert last.tokens.tolist() == [400]  # by its bias; the mask forbids 401
     for name in gpu_executor._states.sampling():
         assert torch.equal(tensor(gpu_executor, name), tensor(reference, name)), name
+
+
+def test_some_rows_of_the_logits(executor: Executor, directory: Path) -> None:
+    """In memory that is used again, with two steps in flight."""
+    other = open_reference(directory)
+    pending: list[tuple[Any, Any]] = []
+    for number, (phase, step) in enumerate(steps()):
+        every = other.run(phase, step, logits=True).logits
+        assert every is not None
+        rows = list(range(len(every)))[number % 2 :: 1 + number % 3]
+        pending.append((executor.submit(phase, step, logits=rows), every[rows] if rows else None))
+        if len(pending) == MAX_IN_FLIGHT:
+            found, wanted = pending.pop(0)
+            np.testing.assert_array_equal(found.result().logits, wanted)
+    np.testing.assert_array_equal(pending[0][0].result().logits, pending[0][1])
+    if isinstance(executor, GpuExecutor):
+        held = [len(memory.array) // (executor.config.vocab_size * 4) for memory in executor._free_logits]
+        assert max(Counter(held).values()) <= MAX_IN_FLIGHT and max(held) <= 4
+        executor.close()
+        assert not executor._free_logits
 
 
 def test_a_step_is_one_copy_each_way_and_no_wait(gpu_executor: GpuExecutor, fake: FakeCuda) -> None:

@@ -58,7 +58,7 @@ def llm() -> Iterator[AsyncLLM]:
         executor = FakeExecutor(LIMITS, config)
         core = EngineCore(executor, CoreConfig(max_num_seqs=4, kv_cache_memory_bytes=1 << 24))
         engine = LLMEngine(core, executor, TOKENIZER)
-        engine._grammars = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, STRICT)
+        engine._grammar_compiler = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, STRICT)
         return engine
 
     with AsyncLLM.from_factory(make) as llm:

@@ -76,11 +76,48 @@ def test_logprobs() -> None:
     token = TOKENIZER.encode("a")[0]
     none = answer([token], max_tokens=1)
     assert none.logprobs is None
-    own = Logprob(-0.5, 1, "a")
+    own = Logprob(-0.5, 1, "a", b"a")
     assert answer([token], max_tokens=1, logprobs=0).logprobs == [{token: own}]
     assert answer([token], max_tokens=1, logprobs=2).logprobs == [
-        {token: own, 1: Logprob(-2.0, 2, TOKENIZER.token_bytes(1).decode())}
+        {token: own, 1: Logprob(-2.0, 2, TOKENIZER.token_bytes(1).decode(), TOKENIZER.token_bytes(1))}
     ]
+
+
+def test_a_logprob_has_the_bytes_of_a_part_of_a_character() -> None:
+    """Of which a text has only U+FFFD."""
+    ids = TOKENIZER.encode("👩")
+    found = answer(ids, max_tokens=len(ids), logprobs=0)
+    assert found.text == "👩" and found.logprobs is not None
+    entries = [entry[token] for entry, token in zip(found.logprobs, ids, strict=True)]
+    assert b"".join(entry.token_bytes for entry in entries).decode() == "👩"
+    assert all("\ufffd" in (entry.decoded_token or "") for entry in entries)
+
+
+def test_without_detokenize_there_is_no_text() -> None:
+    ids = TOKENIZER.encode("Hello")
+    for kind in RequestOutputKind:
+        outputs = run(fake_engine(FakeCore()), "Hello", detokenize=False, logprobs=0, output_kind=kind)
+        assert not any(choice.text for output in outputs for choice in output.outputs)
+        last = outputs[-1].outputs[0]
+        assert last.finish_reason == "stop" and last.token_ids[-1] == EOS
+        if kind is not RequestOutputKind.DELTA:
+            assert last.token_ids == [*ids, EOS] and last.logprobs is not None
+            assert last.logprobs[0][ids[0]] == Logprob(-0.5, 1, None, TOKENIZER.token_bytes(ids[0]))
+
+
+def test_finished_is_asked_for_as_in_vllm() -> None:
+    outputs = run(fake_engine(FakeCore()), "ab")
+    assert [output.outputs[0].finished() for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+@pytest.mark.parametrize(("kind", "texts"), [
+    (RequestOutputKind.CUMULATIVE, ["a", "ab", "abc", "abc"]),
+    (RequestOutputKind.DELTA, ["a", "b", "c", ""]),
+    (RequestOutputKind.FINAL_ONLY, ["abc"]),
+])  # fmt: skip
+def test_output_kinds(kind: RequestOutputKind, texts: list[str]) -> None:
+    ids = [TOKENIZER.encode(character)[0] for character in "abc"]
+    assert [output.outputs[0].text for output in run(fake_engine(FakeCore()), ids, output_kind=kind)] == texts
 
 
 def test_prompt_logprobs_and_cached_tokens() -> None:
@@ -97,8 +134,8 @@ def test_prompt_logprobs_and_cached_tokens() -> None:
     assert output.prompt_logprobs == [
         None,
         {
-            6: Logprob(-3.0, None, TOKENIZER.token_bytes(6).decode()),
-            8: Logprob(-0.25, 1, TOKENIZER.token_bytes(8).decode()),
+            6: Logprob(-3.0, None, TOKENIZER.token_bytes(6).decode(), TOKENIZER.token_bytes(6)),
+            8: Logprob(-0.25, 1, TOKENIZER.token_bytes(8).decode(), TOKENIZER.token_bytes(8)),
         },
     ]
     assert output.num_cached_tokens == 1 and output.prompt is None and output.prompt_token_ids == [5, 6]

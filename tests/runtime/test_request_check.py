@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flint_runtime.errors import UsageError
+from flint_runtime.errors import UsageError, shown
 from flint_runtime.request import EngineRequest
-from flint_runtime.request_check import check_request, shown
+from flint_runtime.request_check import check_request
 from tests.runtime.cores import request
 
 HUGE = 10**5000

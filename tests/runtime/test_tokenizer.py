@@ -58,6 +58,12 @@ def test_texts_of_which_bytes_say_nothing(tmp_path: Path) -> None:
         assert Tokenizer(tmp_path).least_tokens("a" * 100_000) == 0
 
 
+@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [None], "ab", 5, None, [1.5]])
+def test_what_are_no_token_ids(ids: Any) -> None:
+    with pytest.raises(UsageError, match="token_ids must be"):
+        TOKENIZER.decode(ids)
+
+
 def conversations() -> list[dict[str, Any]]:
     """Conversations of every kind, with tools, thinking switched off, and content in parts."""
     found: list[dict[str, Any]] = [
@@ -144,7 +150,7 @@ def copy_with(tmp_path: Path, **files: str | None) -> Path:
 
 def test_template_helpers(tmp_path: Path) -> None:
     template = (
-        "{% for m in messages %}\n  {% if m.role == 'bad' %}{{ raise_exception('no bad') }}{% endif %}\n"
+        "{% for m in messages %}\n  {% if m.content == 'bad' %}{{ raise_exception('no bad') }}{% endif %}\n"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}\n{% endfor %}\n"
         "{{ strftime_now('%Y') | length }}{{ eos_token }}"
     )
@@ -155,7 +161,7 @@ def test_template_helpers(tmp_path: Path) -> None:
     assert rendered == oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert '"<é>"' in rendered and rendered.endswith("4<|endoftext|>")
     with pytest.raises(UsageError, match="no bad"):
-        tokenizer.render_chat([{"role": "bad", "content": ""}])
+        tokenizer.render_chat([{"role": "user", "content": "bad"}])
 
 
 def test_without_optional_files(tmp_path: Path) -> None:

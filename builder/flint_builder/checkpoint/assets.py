@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flint_runtime.config import ModelConfig
-from flint_runtime.errors import CheckpointError, EngineError
-from flint_runtime.small_files import MAX_CONFIG_BYTES, json_object, read_small_file, shown
+from flint_runtime.errors import CheckpointError, EngineError, shown
+from flint_runtime.small_files import MAX_CONFIG_BYTES, json_object, read_small_file
 from flint_runtime.tokenizer import Tokenizer
 from flint_runtime.tokenizer_files import GENERATION, SETTINGS, TOKENIZER, TokenizerFiles, read_contents
 

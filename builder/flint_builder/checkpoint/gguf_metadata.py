@@ -19,8 +19,8 @@ from gguf.constants import ExpertGatingFuncType, Keys
 
 from flint_builder.checkpoint.gguf import GgufHeader, Skipped, Value
 from flint_runtime.config import ModelConfig
-from flint_runtime.errors import CheckpointError
-from flint_runtime.small_files import listed, shown
+from flint_runtime.errors import CheckpointError, shown
+from flint_runtime.small_files import listed
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeGuard
 
 from flint_builder.checkpoint.datafile import DataFile
 from flint_builder.checkpoint.tensors import StoredTensor
-from flint_runtime.errors import CheckpointError
-from flint_runtime.small_files import LFS_HEAD_BYTES, LFS_PROBLEM, is_lfs_pointer, json_object, shown
+from flint_runtime.errors import CheckpointError, shown
+from flint_runtime.small_files import LFS_HEAD_BYTES, LFS_PROBLEM, is_lfs_pointer, json_object
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,

@@ -40,7 +40,8 @@ class StepResult:
     """What a step returns, per row of logits_rows.
 
     tokens [R] int32 (or NO_TOKEN), their logprobs [R] float32, the 20 likeliest tokens
-    top_tokens [R, 20] int32 with top_logprobs [R, 20] float32, best first. logits [R, V] float32 only if asked for.
+    top_tokens [R, 20] int32 with top_logprobs [R, 20] float32, best first. logits float32 only if asked for: [R, V], or
+    [rows asked for, V].
     """
 
     tokens: Int32
@@ -152,11 +153,11 @@ class Executor(ABC):
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def submit(self, phase: Phase, step: Step, *, logits: bool = False) -> Pending:
+    def submit(self, phase: Phase, step: Step, *, logits: bool | Sequence[int] = False) -> Pending:
         """Queue one step, which updates the states in place, and return at once.
 
         Args:
-            logits: whether to return the logits, too; for tests, as it costs a large copy.
+            logits: which rows of the logits to return, too, in rising order, or all; a copy of [V] float32 for each.
         Raises:
             StepError: the step is malformed or exceeds the engine's limits, or MAX_IN_FLIGHT results are unread.
         """
@@ -169,7 +170,7 @@ class Executor(ABC):
             FlintError: the device does not work any more.
         """
 
-    def run(self, phase: Phase, step: Step, *, logits: bool = False) -> StepResult:
+    def run(self, phase: Phase, step: Step, *, logits: bool | Sequence[int] = False) -> StepResult:
         """Submit one step and wait for its result; raises what both do."""
         return self.submit(phase, step, logits=logits).result()
 

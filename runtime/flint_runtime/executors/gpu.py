@@ -44,7 +44,15 @@ from flint_runtime.executors.states import (
     mask_row,
     pool_sizes,
 )
-from flint_runtime.executors.step import Int32, Pools, Step, StepChecker, sampling_states, step_block
+from flint_runtime.executors.step import (
+    Float32,
+    Int32,
+    Pools,
+    Step,
+    StepChecker,
+    sampling_states,
+    step_block,
+)
 from flint_runtime.executors.weight_loader import plan_weights, upload_weights
 from flint_runtime.manifest import Phase
 
@@ -98,7 +106,7 @@ class _GpuPending(Pending):
         if self._outcome is None:
             try:
                 self._slot.finished.wait()
-                logits = self._logits.array.copy() if self._logits else None
+                logits = self._logits.take() if self._logits else None
                 # Copies: the pinned memory is that of a later step.
                 self._outcome = StepResult(**{n: view.copy() for n, view in self._results.items()}, logits=logits)
             except cuda.CudaError as error:
@@ -111,11 +119,25 @@ class _GpuPending(Pending):
 
 
 class _Logits:
-    """Pinned memory for the logits of one step."""
+    """Pinned memory for some rows of one step's logits, from what earlier steps have left."""
 
-    def __init__(self, rows: int, vocab_size: int) -> None:
-        self.memory = cuda.PinnedMemory(rows * vocab_size * 4)
-        self.array = self.memory.array.view(np.float32).reshape(rows, vocab_size)
+    def __init__(self, rows: int, vocab_size: int, free: list[cuda.PinnedMemory]) -> None:
+        """Take memory, or allocate some. Raises CudaError."""
+        size = rows * vocab_size * 4
+        fitting = [memory for memory in free if len(memory.array) >= size]
+        if fitting:
+            self.memory = min(fitting, key=lambda memory: len(memory.array))
+            free.remove(self.memory)
+        else:  # Rounded up: the next step may have another request's row.
+            self.memory = cuda.PinnedMemory((1 << (rows - 1).bit_length()) * vocab_size * 4)
+        self._free = free
+        self.array: Float32 = self.memory.array[:size].view(np.float32).reshape(rows, vocab_size)
+
+    def take(self) -> Float32:
+        """A copy of the rows; the memory is free again."""
+        found: Float32 = self.array.copy()
+        self._free.append(self.memory)
+        return found
 
 
 class GpuExecutor(Executor):
@@ -142,6 +164,7 @@ class GpuExecutor(Executor):
         self._state_memory: cuda.DeviceMemory | None = None
         self._state_addresses: dict[str, int] = {}
         self._prepared: OrderedDict[tuple[Phase, Sizes], _Prepared] = OrderedDict()
+        self._free_logits: list[cuda.PinnedMemory] = []
         self._checker = StepChecker(self.config, self.limits, self._pools)
         self.check_here(engine, library)
         layout = plan_weights(engine.weight_paths())
@@ -203,6 +226,9 @@ class GpuExecutor(Executor):
                 memory.free()
         for slot in self._slots:
             slot.free()
+        for pinned in self._free_logits:
+            pinned.free()
+        self._free_logits.clear()
         self._uploads.free()
         self._stream.free()
 
@@ -324,17 +350,20 @@ class GpuExecutor(Executor):
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def submit(self, phase: Phase, step: Step, *, logits: bool = False) -> Pending:
+    def submit(self, phase: Phase, step: Step, *, logits: bool | Sequence[int] = False) -> Pending:
         """Queue one step; see `Executor.submit`."""
         if not self._free_slots:
             raise too_many_in_flight()
         self._checker.check(step, phase)
         slot, stream = self._free_slots[-1], self._stream
+        rows = range(len(step.logits_rows)) if logits is True else logits or ()
+        wanted = _Logits(len(rows), self.config.vocab_size, self._free_logits) if rows else None
         prepared = self._stage(phase, step, slot)
         stream.upload(self._staging.address, slot.staging.address, prepared.input_bytes)
         prepared.launch()
         stream.download(slot.results.address, self._results.address, prepared.result_bytes)
-        wanted = self._download_logits(phase, len(step.logits_rows)) if logits else None
+        if wanted:
+            self._download_logits(phase, rows, wanted)
         slot.finished.record(stream)
         self._free_slots.pop()
         return _GpuPending(slot, prepared.results[slot.index], self._free_slots, wanted)
@@ -362,12 +391,15 @@ class GpuExecutor(Executor):
         table[:, columns:] = 0
         return prepared
 
-    def _download_logits(self, phase: Phase, rows: int) -> _Logits:
-        found = _Logits(rows, self.config.vocab_size)
-        self._stream.download(
-            found.memory.address, self._arena.address + self._logits_offset(phase), found.array.nbytes
-        )
-        return found
+    def _download_logits(self, phase: Phase, rows: Sequence[int], target: _Logits) -> None:
+        """Copy rows of the logits, neighbours at once."""
+        source, row_bytes = self._arena.address + self._logits_offset(phase), self.config.vocab_size * 4
+        first = 0
+        for index in range(1, len(rows) + 1):
+            if index == len(rows) or rows[index] != rows[index - 1] + 1:
+                start, size = source + rows[first] * row_bytes, (index - first) * row_bytes
+                self._stream.download(target.memory.address + first * row_bytes, start, size)
+                first = index
 
     def _prepare(self, phase: Phase, sizes: Sizes) -> _Prepared:
         """Bindings and views for a step's sizes; kept, as most steps look like the one before."""

@@ -178,7 +178,7 @@ class ReferenceExecutor(Executor):
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def submit(self, phase: Phase, step: Step, *, logits: bool = False) -> Pending:
+    def submit(self, phase: Phase, step: Step, *, logits: bool | Sequence[int] = False) -> Pending:
         """Run one step at once; see `Executor.submit`."""
         if len(self.unread) >= MAX_IN_FLIGHT:
             raise too_many_in_flight()
@@ -197,7 +197,7 @@ class ReferenceExecutor(Executor):
         self.unread.clear()
 
     @torch.inference_mode()
-    def _run(self, phase: Phase, step: Step, logits: bool) -> StepResult:
+    def _run(self, phase: Phase, step: Step, logits: bool | Sequence[int]) -> StepResult:
         """Run one step. Schema errors name the node."""
         graph = self._graphs[phase]
         # Copies: a packed step's arrays cannot be written to, which torch warns of.
@@ -208,7 +208,8 @@ class ReferenceExecutor(Executor):
             for name in node.last_used:
                 del values[name]
         results = {name: values[name].numpy() for name in RESULT_ARRAYS}
-        return StepResult(**results, logits=values["logits"].numpy() if logits else None)
+        wanted = slice(None) if logits is True else list(logits or ())
+        return StepResult(**results, logits=values["logits"].numpy()[wanted] if logits else None)
 
     def _run_node(self, node: _Node, values: dict[str, Tensor]) -> None:
         """Check and run one node, adding its outputs to `values`."""

@@ -1,0 +1,175 @@
+"""Conversations: what is refused, what released templates get, and answers that go on with the last message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from flint_runtime.chat_template import template_options
+from flint_runtime.errors import UsageError
+from tests.runtime.fake_core import TOKENIZER
+from tests.shapes import NANO_DIRECTORY
+
+ORACLE = AutoTokenizer.from_pretrained(NANO_DIRECTORY)
+USER = {"role": "user", "content": "hi"}
+CALL = {"type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC", "n": 2}'}}
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
+
+
+def nested(depth: int) -> Any:
+    found: Any = {}
+    for _ in range(depth):
+        found = {"properties": {"a": found}}
+    return found
+
+
+def with_message(message: Any) -> dict[str, Any]:
+    return {"messages": [USER, message]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": "hi"}, "messages must be a list"),
+        ({"messages": b"hi"}, "messages must be a list"),
+        ({"messages": None}, "messages must be a list"),
+        ({"messages": 5}, "messages must be a list"),
+        ({"messages": USER}, "messages must be a list"),
+        ({"messages": []}, "must have a message"),
+        (with_message("hi"), r"messages\[1\] must be"),
+        (with_message(None), r"messages\[1\] must be"),
+        (with_message([USER]), r"messages\[1\] must be"),
+        (with_message({"content": "hi"}), r"messages\[1\] must have a role of .* found None"),
+        (with_message({"role": "use", "content": "hi"}), "found 'use'"),
+        (with_message({"role": ["user"], "content": "hi"}), r"found \['user'\]"),
+        (with_message({"role": 10**5000, "content": "hi"}), "found a int"),
+        (with_message({"role": "user"}), r"content must be a text .* found None"),
+        (with_message({"role": "tool", "content": None}), "content must be a text"),
+        (with_message({"role": "user", "content": 5}), "content must be a text"),
+        (with_message({"role": "user", "content": b"hi"}), "content must be a text"),
+        (with_message({"role": "user", "content": {"a": 1}}), "content must be a text"),
+        (with_message({"role": "user", "content": np.array([1])}), "content must be a text"),
+        (with_message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "text only"),
+        (with_message({"role": "user", "content": [{"type": "text"}]}), "text part"),
+        (with_message({"role": "user", "content": [5]}), r"content\[0\] must be a text part"),
+        (with_message({"role": "user", "content": "\ud800"}), "surrogate"),
+        (with_message({"role": "user", "content": [{"type": "text", "text": "\udfff"}]}), "surrogate"),
+        (with_message({"role": "assistant", "content": "a", "reasoning_content": 5}), "reasoning_content must be"),
+        (with_message({"role": "assistant", "tool_calls": "now"}), "tool_calls must be a list"),
+        (with_message({"role": "assistant", "tool_calls": [5]}), r"tool_calls\[0\] must be"),
+        (with_message({"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}), r"tool_calls\[0\]"),
+        (with_message({"role": "assistant", "tool_calls": [{"name": "now", "arguments": 5}]}), "arguments as"),
+        ({"messages": [USER], "tools": "now"}, "tools must be a list"),
+        ({"messages": [USER], "tools": TOOL}, "tools must be a list"),
+        ({"messages": [USER], "tools": ["now"]}, r"tools\[0\] must be"),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, r"tools\[0\] must be"),
+        ({"messages": [USER], "tools": [{"name": "a", "parameters": {"not JSON": object()}}]}, "template rejects"),
+        ({"messages": [USER], "tools": [{"name": "a", "parameters": nested(20_000)}]}, "nested too deeply"),
+        ({"messages": [USER], "tools": [{"name": "a", "parameters": {"a": "\ud800"}}]}, "surrogate"),
+        ({"messages": [USER], "chat_template": 5}, "chat_template must be a text"),
+        ({"messages": [USER], "chat_template": "{% if %}"}, "chat_template is not valid"),
+        ({"messages": [USER], "chat_template": "{{ " + "(" * 2000 + ")" * 2000 + " }}"}, "chat_template is not valid"),
+        ({"messages": [USER], "chat_template": "{{ messages.x.y }}"}, "template rejects"),
+        ({"messages": [USER], "chat_template": "{{ 1 / 0 }}"}, "template rejects.*zero"),
+        ({"messages": [USER], "chat_template": "{{ messages[5]['a'] }}"}, "template rejects"),
+        ({"messages": [USER], "chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}, "template rejects"),
+        ({"messages": [USER], "chat_template": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"}, "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_what_is_no_conversation(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        TOKENIZER.render_chat(**arguments)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ("x", "must map names"), ([1], "must map names"), ({1: 2}, "must map names"),
+        *(({name: 1}, f"must not have {name}") for name in (
+            "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"
+        )),
+    ],
+)  # fmt: skip
+def test_what_are_no_template_options(kwargs: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        template_options(kwargs)
+
+
+@pytest.mark.parametrize("name", ["params", "request_id", "prompt", "source", "documents", "eos_token"])
+def test_any_other_option_reaches_the_template(name: str) -> None:
+    found = TOKENIZER.render_chat([USER], chat_template="{{ " + name + " }}", **template_options({name: "here"}))
+    assert found == "here"
+
+
+def test_released_templates_get_what_they_read() -> None:
+    """They read reasoning_content, ask arguments for their items, and drop roles that they do not know."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}:{{ m.reasoning_content }}"
+        "{% for call in m.tool_calls %}{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+        "{% endfor %}|{% endfor %}"
+    )
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": ""}}]},
+    ]
+    found = TOKENIZER.render_chat(messages, chat_template=template)
+    assert found == "system:be brief:|assistant::whyzone=UTC;n=2;|assistant::|"
+    assert messages[1]["content"] is None and messages[0]["role"] == "developer", "the caller's are not changed"
+    assert "\ud800" not in TOKENIZER.render_chat([{"role": "assistant", "tool_calls": [CALL]}, USER])
+
+
+def test_arguments_that_are_no_json_are_the_templates_to_judge() -> None:
+    call = {"function": {"name": "now", "arguments": "{broken"}}
+    template = "{{ messages[0].tool_calls[0].function.arguments }}"
+    assert TOKENIZER.render_chat([{"role": "assistant", "tool_calls": [call]}], chat_template=template) == "{broken"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["Paris is", " Paris  is ", "a</think>b", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]],
+)
+def test_continue_final_message_as_transformers(content: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    found = TOKENIZER.render_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    whole = TOKENIZER.render_chat(messages, add_generation_prompt=False)
+    assert found.rstrip() == whole, "this template writes nothing behind a message"
+    if isinstance(content, str):
+        expected = ORACLE.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=False, continue_final_message=True
+        )
+        assert found.rstrip() == expected.rstrip()
+        assert found.endswith(content[-5:]), "white space at the end is the message's own"
+
+
+def test_what_stands_behind_the_last_message_is_cut_off() -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>\n{% endfor %}"
+    found = TOKENIZER.render_chat(
+        [USER, {"role": "assistant", "content": "Sure: "}],
+        chat_template=template, add_generation_prompt=False, continue_final_message=True,
+    )  # fmt: skip
+    assert found == "<user>hi<end>\n<assistant>Sure: "
+
+
+@pytest.mark.parametrize(
+    ("last", "options", "message"),
+    [
+        ({"role": "assistant", "content": "a"}, {"add_generation_prompt": True}, "add_generation_prompt=False"),
+        ({"role": "assistant", "content": "a", "tool_calls": [CALL]}, {}, "tool_calls"),
+        ({"role": "assistant", "content": []}, {}, "no part"),
+        ({"role": "assistant", "content": "a"}, {"chat_template": "nothing"}, "does not print the last message once"),
+        (
+            {"role": "assistant", "content": "a"},
+            {"chat_template": "{{ messages[-1].content * 2 }}"},
+            "does not print the last message once",
+        ),
+    ],
+)
+def test_what_cannot_be_continued(last: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    given = {"add_generation_prompt": False, "continue_final_message": True, **options}
+    with pytest.raises(UsageError, match=message):
+        TOKENIZER.render_chat([USER, last], **given)
