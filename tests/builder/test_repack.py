@@ -19,7 +19,7 @@ from transformers.models.flint.modeling_flint import FlintRotaryEmbedding
 
 from flint_builder import repack
 from flint_builder.checkpoint import Checkpoint
-from flint_builder.checkpoint.names import gguf_name, scale_name
+from flint_builder.checkpoint.names import gguf_name, scale_names
 from flint_builder.repack import round_to_bf16, write_weights
 from flint_builder.weights import Recipe, WeightFile
 from flint_plugins import layout
@@ -71,7 +71,7 @@ def test_nvfp4_blocks_and_scales_come_back_bit_for_bit(tmp_path: Path) -> None:
         names = [gguf_name(source.name) for source in recipe.sources]
         blocks = joined(recipe, [np.asarray(stored[name].data) for name in names])
         np.testing.assert_array_equal(layout.unpack_nvfp4(weight), blocks, err_msg=str(names))
-        scales = [np.asarray(stored[scale_name(name)].data) for name in names]
+        scales = [np.asarray(stored[scale_names(name)[0]].data) for name in names]
         expected = np.stack(scales, axis=-1) if len(recipe.sources[0].shape) == 3 else np.concatenate(scales)
         np.testing.assert_array_equal(scale, expected.reshape(recipe.outputs[1].shape), err_msg=str(names))
 
@@ -91,7 +91,7 @@ def test_c2_value_is_gguf_pys_times_the_tensor_scale_once(tmp_path: Path) -> Non
         for index, (source, part) in enumerate(zip(recipe.sources, parts, strict=True)):
             tensor = stored[gguf_name(source.name)]
             theirs = gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(source.shape)
-            tensor_scale = np.asarray(stored[scale_name(tensor.name)].data).reshape(*lead, 1, 1)
+            tensor_scale = np.asarray(stored[scale_names(tensor.name)[0]].data).reshape(*lead, 1, 1)
             ours = scale.reshape(*lead, len(parts))[..., index, None, None]
             np.testing.assert_array_equal(part * ours, theirs * tensor_scale, err_msg=source.name)
 
