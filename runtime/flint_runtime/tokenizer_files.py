@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +83,7 @@ def read_contents(tokenizer: Path, generation: Path) -> dict[str, bytes]:
     ):
         most = MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_CONFIG_BYTES
         try:
-            contents[name] = _in(name, lambda path, most=most: read_small_file(path, most), directory / name)
+            contents[name] = _in(name, partial(read_small_file, most=most), directory / name)
         except FileNotFoundError:
             continue
     return contents
