@@ -82,7 +82,7 @@ class ModelConfig(BaseModel):
         if not isinstance(values, dict):
             return values
         for name, bound in BOUNDS.items():
-            value = values.get(name)
+            value: Any = values.get(name)
             if type(value) in (int, float) and not bound.low <= value <= bound.high:
                 raise ValueError(
                     f"{name} must be from {bound.low:g} to {bound.high:g}, found {shown(value)}: {bound.why}"
