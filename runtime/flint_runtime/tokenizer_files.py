@@ -128,7 +128,7 @@ def _template(value: Any) -> str | None:
     """The chat template of a tokenizer_config.json: a text, or a list of {"name", "template"}."""
     if value is None or isinstance(value, str):
         return value
-    entries = value if isinstance(value, list) else [None]
+    entries: list[Any] = value if isinstance(value, list) else [None]
     for entry in entries:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
             raise ValueError(
