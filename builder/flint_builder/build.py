@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import resource
 import shutil
 import time
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from blake3 import blake3
 
 from flint_builder.checkpoint import Checkpoint, WeightsChoice, open_checkpoint
 from flint_builder.graph import export_graph
@@ -291,7 +292,7 @@ def _write(directory: Path, relative: str, data: bytes) -> FileEntry:
     path = directory / relative
     path.parent.mkdir(exist_ok=True)
     write_synced(path, data)
-    return FileEntry(path=relative, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return FileEntry(path=relative, size=len(data), blake3=blake3(data).hexdigest())
 
 
 def _copy(source: Path, directory: Path, relative: str) -> FileEntry:

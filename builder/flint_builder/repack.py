@@ -88,7 +88,7 @@ def _write_file(checkpoint: Checkpoint, file: WeightFile, directory: Path, repor
         for recipe in file.recipes:
             for data in _produce(checkpoint, recipe, report):
                 writer.write(data)
-    return FileEntry(path=path, size=writer.size, sha256=writer.sha256)
+    return FileEntry(path=path, size=writer.size, blake3=writer.blake3)
 
 
 def _produce(checkpoint: Checkpoint, recipe: Recipe, report: Report) -> Iterator[Array]:

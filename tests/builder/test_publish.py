@@ -32,7 +32,7 @@ def write(staging: Staging, generator: str) -> Manifest:
         path = staging.directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(generator)
-    return manifest(generator=generator, files=tuple(FileEntry(path=name, size=1, sha256="0" * 64) for name in FILES))
+    return manifest(generator=generator, files=tuple(FileEntry(path=name, size=1, blake3="0" * 64) for name in FILES))
 
 
 def published(output: Path, generator: str, force: bool = False) -> None:
@@ -235,7 +235,7 @@ def test_a_manifest_cannot_name_what_is_outside(tmp_path: Path, path: str) -> No
     output = tmp_path / "engine"
     (tmp_path / "outside").write_text("mine")
     published(output, "first")
-    old = manifest(files=tuple(FileEntry(path=name, size=1, sha256="0" * 64) for name in (*FILES, path)))
+    old = manifest(files=tuple(FileEntry(path=name, size=1, blake3="0" * 64) for name in (*FILES, path)))
     (output / "engine.json").write_text(old.model_dump_json())
     published(output, "second", force=True)
     assert (tmp_path / "outside").read_text() == "mine" and Path("/etc/hostname").exists()
