@@ -117,6 +117,16 @@ class Even:
         self.trouble("accept")
         return token_id % 2 == 0
 
+    def wait(self, seconds: float) -> bool:
+        """See `Grammar`."""
+        self.trouble("wait")
+        return True
+
+    @property
+    def error(self) -> str | None:
+        """See `Grammar`."""
+        return None
+
     @property
     def finished(self) -> bool:
         """See `Grammar`."""
@@ -170,7 +180,7 @@ def check_outcome(found: Collected, every: list[EngineRequest], failed: set[str]
 # --- One request ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mask", "accept", "finished"])
+@pytest.mark.parametrize("name", ["mask", "accept", "wait", "finished"])
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_grammar_that_fails_ends_its_request(name: str, number: int) -> None:
     trouble = Once((name,), number, RuntimeError("the parser panicked"))
