@@ -268,8 +268,12 @@ class EngineCore:
         except BaseException:
             self._mend()
             raise
-        outputs, self._outputs = self._outputs, []
         self._host_seconds += time.perf_counter() - begin - waited
+        return self._hand_out()
+
+    def _hand_out(self) -> list[CoreOutput]:
+        """What was made since the last time. From here on it is the caller's, who loses it if interrupted now."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def stats(self) -> CoreStats:
