@@ -238,8 +238,7 @@ def _check_host(plan: BuildPlan) -> None:
     """Raise ResourceError before the first byte where disk or host memory cannot suffice."""
     folder = existing_folder(check_output(plan.options.output, plan.options.force))
     free = shutil.disk_usage(folder).free
-    with _reading(plan.options.checkpoint):
-        output_bytes = plan.output_bytes
+    output_bytes = plan.output_bytes
     if output_bytes > free:
         raise ResourceError(
             f"The engine needs {format_bytes(output_bytes)} of disk at {folder}, {format_bytes(free)} are free. "
@@ -296,9 +295,7 @@ def _write(directory: Path, relative: str, data: bytes) -> FileEntry:
 
 
 def _copy(source: Path, directory: Path, relative: str) -> FileEntry:
-    with _reading(source):
-        data = source.read_bytes()
-    return _write(directory, relative, data)
+    return _write(directory, relative, source.read_bytes())
 
 
 __all__ = ["BuildOptions", "BuildPlan", "BuildReport", "build_engine", "gpus_of", "plan_build"]
