@@ -98,7 +98,7 @@ def test_builds_are_equal_to_the_byte(random_nano: Path, tmp_path: Path) -> None
 
 
 def test_full_size_graph_plans_in_ten_seconds_and_a_gigabyte() -> None:
-    """49 layers, 256 experts, no weights: in a process of its own, whose processor time and peak memory are measured."""
+    """49 layers, 256 experts, no weights: in a process of its own, for its time and peak memory."""
     code = """
         import resource, sys, time
         from flint_builder.graph import export_graph
