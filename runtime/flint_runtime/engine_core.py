@@ -217,10 +217,9 @@ class EngineCore:
         try:
             with self._change():
                 self._outputs = [output for output in self._outputs if output.request_id != request_id]
-                sequence = self._sequences.pop(request_id, None)
+                sequence = self._sequences.get(request_id)
                 if sequence is not None:
-                    self._parsing.pop(sequence, None)
-                    self._scheduler.finish(sequence)
+                    self._end(sequence)
         except Exception as error:  # Who aborts need not know: the request has ended; others hear of a dead engine.
             self._sequences.pop(request_id, None)
             if not isinstance(error, EngineDeadError):
@@ -256,7 +255,8 @@ class EngineCore:
                 suspects = scheduled.sequences
                 self._submit(scheduled)
             elif not flights and self._parsing:
-                _grammar(next(iter(self._parsing))).wait(_IDLE_SECONDS)
+                suspects = [next(iter(self._parsing))]
+                _grammar(suspects[0]).wait(_IDLE_SECONDS)
             elif not flights:
                 assert not (self._scheduler.running or self._scheduler.waiting), "requests are left, but none can run"
             if flights and (scheduled is None or len(flights) == MAX_IN_FLIGHT):
@@ -318,6 +318,7 @@ class EngineCore:
 
     def _end(self, sequence: Sequence) -> None:
         self._sequences.pop(sequence.request.request_id, None)
+        self._parsing.pop(sequence, None)
         self._scheduler.finish(sequence)
 
     def _end_with(self, sequence: Sequence, error: Exception) -> None:
@@ -379,6 +380,7 @@ class EngineCore:
             sequence.restart()
             scheduler.add(sequence)
         self._kv, self._scheduler, self._sequences = kv, scheduler, live
+        self._parsing = {sequence: 0.0 for sequence in live.values() if sequence.parsing}
         self._flights, self._reading = deque(), None
         self._torn = False
 
@@ -511,20 +513,20 @@ class EngineCore:
     def _await_grammars(self) -> None:
         """See what grammars allow next; requests end by it, well or not."""
         for sequence, until in list(self._parsing.items()):
-            name = sequence.request.request_id
-            if self._sequences.get(name) is sequence:
-                try:
-                    grammar = _grammar(sequence)
-                    if not grammar.wait(until - time.perf_counter()):
-                        continue
-                    if grammar.error or grammar.finished:
-                        reason: FinishReason = "error" if grammar.error else "stop"
-                        self._outputs.append(CoreOutput(name, (), reason, grammar.error, None, sequence.cached_tokens))
-                        self._end(sequence)
-                except Exception as error:
-                    self._end_with(sequence, error)
+            grammar, name = _grammar(sequence), sequence.request.request_id
+            try:
+                if not grammar.wait(until - time.perf_counter()):
+                    continue
+                error, finished = grammar.error, grammar.finished
+            except Exception as found:
+                self._end_with(sequence, found)
+                continue
+            if error or finished:
+                reason: FinishReason = "error" if error else "stop"
+                self._outputs.append(CoreOutput(name, (), reason, error, None, sequence.cached_tokens))
+                self._end(sequence)
             sequence.parsing = False
-            del self._parsing[sequence]
+            self._parsing.pop(sequence, None)
 
     # --- Reading --------------------------------------------------------------------------------------------------
 

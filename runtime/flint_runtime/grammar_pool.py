@@ -160,7 +160,7 @@ class _Server:
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
         self._limits = limits
-        self._control, other = socket.socketpair()
+        self._control, other = _sockets(socket.SOCK_STREAM)
         with other:
             try:
                 process = subprocess.Popen(
@@ -196,7 +196,7 @@ class _Server:
 
     def compile(self, kind: str, text: str) -> tuple[_GrammarProcess | None, str]:
         """A process with a grammar, or why there is none."""
-        channel, other = socket.socketpair()
+        channel, other = _sockets(socket.SOCK_STREAM)
         with other, self._lock:
             try:
                 socket.send_fds(self._control, [b"g"], [other.fileno()])
@@ -228,7 +228,7 @@ class _GrammarProcess:
 
     def open(self, mask_words: int) -> Session | None:
         """Start an answer in the grammar's first state; None where the process takes no more."""
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own, other = _sockets(socket.SOCK_SEQPACKET)
         try:
             with other, self._lock:
                 socket.send_fds(self._channel, [b"s"], [other.fileno()])
@@ -299,6 +299,17 @@ class Session:
         self.mask[:] = 0
         self.error = f"structured_outputs cannot be followed any further: {reason}"
         self._channel.close()
+
+
+def _sockets(kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:
+    """Two that are connected. Raises ResourceError."""
+    try:
+        return socket.socketpair(socket.AF_UNIX, kind)
+    except OSError as error:
+        raise ResourceError(
+            f"Every answer with structured_outputs needs a socket, and there is none left: {error}. Ask for fewer at "
+            "once, or raise the limit of open files (ulimit -n)."
+        ) from None
 
 
 def _what_ended_it(took: float, seconds: float, limits: Limits, purpose: str) -> str:

@@ -84,6 +84,8 @@ def main(control_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # It is the engine's to end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Children leave without being waited for.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # A child has a socket for every answer.
     control = socket.socket(fileno=control_fd)
     vocabulary, limits = pickle.load(sys.stdin.buffer)
     parser = Parser(vocabulary)
@@ -94,6 +96,8 @@ def main(control_fd: int) -> None:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
             return
+        if not descriptors:  # There was none left for it. Whoever sent it sees its other end closed.
+            continue
         if os.fork() == 0:
             control.close()
             _run_child(parser, limits, socket.socket(fileno=descriptors[0]))
@@ -208,7 +212,7 @@ class _Child:
     def _open(self) -> None:
         """A request wants this grammar from its first state on."""
         message, descriptors, _, _ = socket.recv_fds(self._grammar, 1, 1)
-        if not message:
+        if not message or not descriptors:  # Nobody comes any more, or no descriptor is left.
             self._retire()
             return
         session = socket.socket(fileno=descriptors[0])

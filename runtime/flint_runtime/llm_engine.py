@@ -66,6 +66,7 @@ class LLMEngine:
         self._draw_seed = draw_seed
         self._outputs = OutputProcessor(tokenizer, self.metrics)
         self._process = os.getpid()
+        self._closed = False
         self._grammar_lock = threading.Lock()
         self._grammar_compiler: GrammarCompiler | None = None
 
@@ -90,12 +91,18 @@ class LLMEngine:
         """Free the executor; requests that are running are lost. In a forked child nothing: it is the parent's."""
         if os.getpid() != self._process:
             return
+        self._closed = True
         if self._grammar_compiler is not None:
             self._grammar_compiler.close()
         self._executor.close()
 
-    def check_process(self) -> None:
-        """Raise EngineDeadError in a forked child: neither threads nor the GPU come with a fork."""
+    def check_open(self) -> None:
+        """Raise EngineDeadError where it was closed, and in a forked child: neither threads nor the GPU come with one.
+
+        What was freed must not be touched any more, and no process of grammars be started that nobody ends.
+        """
+        if self._closed:
+            raise EngineDeadError("This engine was shut down. Open it again.")
         if os.getpid() != self._process:
             raise EngineDeadError(
                 f"This engine was opened in process {self._process}; process {os.getpid()}, which was forked from it, "
@@ -108,9 +115,9 @@ class LLMEngine:
 
         Raises:
             UsageError: the request cannot be served.
-            EngineDeadError: this is a forked child.
+            EngineDeadError: the engine was closed, or this is a forked child.
         """
-        self.check_process()
+        self.check_open()
         check_id(request_id)
         arrival = time.monotonic()
         written, given = split_prompt(prompt)
@@ -179,9 +186,9 @@ class LLMEngine:
 
         Raises:
             UsageError: one of that id is running, this one was started before, or the core cannot serve it.
-            EngineDeadError: the engine has failed, or this is a forked child.
+            EngineDeadError: the engine has failed or was closed, or this is a forked child.
         """
-        self.check_process()
+        self.check_open()
         check_id(request.request_id)
         if request.request_id in self._outputs:
             raise UsageError(f"A request with the id {request.request_id!r} is running; ids must differ.")

@@ -269,13 +269,16 @@ class Scheduler:
         return step
 
     def _chunk(self, sequence: Sequence, most: int) -> int:
-        """How many of at most `most` tokens to take: to a boundary that is to be kept, else to the end of a page."""
-        start, total = sequence.num_computed, sequence.num_tokens
-        end = min(start + most, total)
+        """How many of at most `most` tokens to take: to a boundary that is to be kept, else to the end of a page.
+
+        What would draw a token is left while it is not known what the grammar allows: a decode step takes it then.
+        """
+        start, last = sequence.num_computed, sequence.num_tokens - sequence.parsing
+        end = min(start + most, last)
         for boundary in sequence.boundaries:
             if start < boundary < end:
                 return boundary - start
-        if end < total and end // PAGE_TOKENS * PAGE_TOKENS > start:
+        if end < last and end // PAGE_TOKENS * PAGE_TOKENS > start:
             end = end // PAGE_TOKENS * PAGE_TOKENS
         return end - start
 

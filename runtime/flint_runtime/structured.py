@@ -85,7 +85,7 @@ class MaskedGrammar:
     def mask(self) -> Mask:
         """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32. While the model thinks, all but the end.
 
-        None where the parser has given up, as over a text that is too ambiguous.
+        None of them where the parser has given up (`error`). Valid until the next `accept`.
         """
         if self._thinking_end is not None:
             return self._free
@@ -117,6 +117,8 @@ def _source(params: StructuredOutputsParams) -> tuple[str, str]:
     """Which of the parameters is given, and its text."""
     if params.json is not None or params.json_object:
         schema = {"type": "object"} if params.json is None else params.json
+        if isinstance(schema, str):
+            check_size("json", len(schema))
         text = schema if isinstance(schema, str) else _dump(schema)
         return "json", text if params.whitespace_pattern is None else _with_whitespace(text, params.whitespace_pattern)
     if params.regex is not None:

@@ -795,6 +795,45 @@ def test_a_slow_grammar_sits_out(others: int, pages: int) -> None:
     check_idle(core)
 
 
+@pytest.mark.parametrize("length", [10, 64, 600])
+def test_nobody_waits_for_the_grammar_of_a_request_that_is_computed_again(length: int) -> None:
+    """It has lost its place before it was known what may follow: its prompt is computed, its next token later."""
+
+    class Slower(Slow):
+        looks = 30
+
+        def mask(self) -> npt.NDArray[np.int32]:
+            """See `Grammar`."""
+            assert not self.left, "the core waits for the grammar, and with it everybody"
+            return super().mask()
+
+    core, _ = open_core()
+    slow, free = request("slow", prompt(length, 1), 50, grammar=Slower(1)), request("free", prompt(70, 2), 100)
+    core.add(slow)
+    core.add(free)
+    found = Collected()
+    while not slow.grammar.left:  # type: ignore[union-attr]
+        found.add(core.step())
+    core._torn = True  # As after a change that was cut short.
+    while core.has_work():
+        found.add(core.step())
+    assert found.last("slow").finish_reason == "stop" and found.last("slow").error is None
+    assert found.tokens("free") == expected_tokens(free)
+    check_idle(core)
+
+
+def test_a_grammar_goes_with_its_request() -> None:
+    """Also where a step fails while it is parsed: it holds a process, and nobody may come for long."""
+    core, _ = open_core()
+    one = request("a", prompt(10), 50, grammar=Slow(1))
+    core.add(one)
+    while not one.grammar.left:  # type: ignore[union-attr]
+        core.step()
+    core._fail([*core._sequences.values()], RuntimeError("a step failed"))
+    assert [output.finish_reason for output in core.step()] == ["error"]
+    assert not core.has_work() and not core._parsing
+
+
 def test_a_slow_grammar_is_aborted() -> None:
     core, _ = open_core()
     one = request("a", prompt(10), 50, grammar=Slow(1))

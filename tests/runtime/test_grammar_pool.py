@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,42 @@ def test_the_number_of_grammars_in_use_is_limited(pool: GrammarPool, monkeypatch
     assert pool.open("regex", "b").mask.any() and pool.open("regex", "a").mask.any()
     sessions.clear()
     assert pool.open("regex", "c").mask.any()
+
+
+@contextmanager
+def open_files(most: int) -> Iterator[None]:
+    """A limit of so many files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_where_no_file_can_be_opened(pool: GrammarPool) -> None:
+    """The request is refused; those that have a place go on, and later ones find one."""
+    session = pool.open("regex", "[ab]{9}")
+    most = max(int(name) for name in os.listdir("/proc/self/fd")) + 8
+    with open_files(most):
+        with pytest.raises(ResourceError, match="ulimit -n"):
+            [pool.open("regex", "[ab]{9}") for _ in range(most)]
+        kept = [os.dup(0) for _ in range(most - len(os.listdir("/proc/self/fd")))]
+        with pytest.raises(ResourceError, match="ulimit -n"):
+            pool.open("regex", "[cd]{9}")
+    for descriptor in kept:
+        os.close(descriptor)
+    session.advance(TOKENIZER.encode("a")[0])
+    assert session.wait(20) and session.error is None
+    assert pool.open("regex", "[ef]{9}").mask.any()
+
+
+def test_many_answers_of_one_grammar(pool: GrammarPool) -> None:
+    """More than a process may have files open by default: its process may have as many as the system lets it."""
+    with open_files(100):
+        pool.open("regex", "[ab]{9}")
+    found = [pool.open("regex", "[ab]{9}") for _ in range(120)]
+    assert all(session.mask.any() for session in found) and pool.compiled == 1
 
 
 def test_a_grammar_that_has_grown_takes_nobody_more(pool: GrammarPool) -> None:

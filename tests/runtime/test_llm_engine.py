@@ -222,6 +222,18 @@ def test_an_engine_does_not_survive_a_fork(engine: LLMEngine, monkeypatch: pytes
     engine.abort_all()
 
 
+def test_an_engine_that_was_closed(engine: LLMEngine) -> None:
+    """Its memory is freed: nothing runs on it any more, and no process of grammars is started anew."""
+    request = engine.prepare("r", PROMPT, SamplingParams(**GREEDY))
+    for _ in range(2):
+        engine.close()
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        engine.prepare("s", PROMPT, SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        engine.add_request(request)
+    assert not engine.has_work()
+
+
 def test_a_wrong_schema_is_refused_at_once(engine: LLMEngine) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"type": "nothing"}))
     with pytest.raises(UsageError, match=r"structured_outputs\.json"):

@@ -161,6 +161,7 @@ def test_what_was_refused_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) ->
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": r"[^\s\S]"}, "no text matches it"),
         ({"regex": "a" * (5 << 20)}, "has 5,242,880 characters, and may have 2,097,152"),
+        ({"json": "[" * (3 << 20), "whitespace_pattern": " "}, "has 3,145,728 characters, and may have 2,097,152"),
         ({"grammar": "start: nothing"}, "nothing"),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar"),
     ],
