@@ -71,8 +71,8 @@ demo: plugins  ## Build an engine from flint-nano and ask it something
 	$(BIN)/build-engine tests/data/flint-nano --weights nvfp4 --target sm120 -o $(ENGINE)
 	$(BIN)/run-engine generate $(ENGINE) "What is 7 + 5?" --temperature 0
 
-test: plugins  ## CPU tests
-	$(BIN)/pytest -m "not gpu"
+test: plugins  ## CPU tests, a process per core
+	$(BIN)/pytest -m "not gpu" -n auto --dist loadfile
 
 test-gpu: plugins  ## Tests that need a CUDA device, and torch with CUDA
 	$(BIN)/pytest -m gpu
