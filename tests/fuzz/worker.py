@@ -24,7 +24,7 @@ MOST_SECONDS = 2.0
 """Processor time of this process for one mutant. Not time of the clock: the machine may be busy with other work."""
 MOST_BYTES = 1 << 30
 """Resident memory above that at the start of a mutant."""
-_KILL_SECONDS = 15
+_KILL_SECONDS = 5
 """Processor time after which the kernel ends the process; it stops loops in native code, too."""
 _KILL_BYTES = 4 << 30
 """Address space above that at the start, likewise."""
@@ -107,7 +107,7 @@ def _badly_said(error: FlintError) -> str:
     problems = []
     if error.exit_code not in _CODES:
         problems.append(f"exit code {error.exit_code}")
-    if not text.isprintable() or len(text) > MOST_CHARACTERS or not text.rstrip().endswith((".", ")", '"', "'")):
+    if not text or not text.isprintable() or len(text) > MOST_CHARACTERS:
         problems.append("no printable paragraph")
     if any(isinstance(cause, MemoryError) for cause in _chain(error)):
         problems.append("memory ran out")
