@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import resource
 import shutil
 import time
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from blake3 import blake3
 
 from flint_builder.checkpoint import Checkpoint, WeightsChoice, open_checkpoint
 from flint_builder.graph import export_graph
@@ -237,8 +238,7 @@ def _check_host(plan: BuildPlan) -> None:
     """Raise ResourceError before the first byte where disk or host memory cannot suffice."""
     folder = existing_folder(check_output(plan.options.output, plan.options.force))
     free = shutil.disk_usage(folder).free
-    with _reading(plan.options.checkpoint):
-        output_bytes = plan.output_bytes
+    output_bytes = plan.output_bytes
     if output_bytes > free:
         raise ResourceError(
             f"The engine needs {format_bytes(output_bytes)} of disk at {folder}, {format_bytes(free)} are free. "
@@ -291,13 +291,11 @@ def _write(directory: Path, relative: str, data: bytes) -> FileEntry:
     path = directory / relative
     path.parent.mkdir(exist_ok=True)
     write_synced(path, data)
-    return FileEntry(path=relative, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return FileEntry(path=relative, size=len(data), blake3=blake3(data).hexdigest())
 
 
 def _copy(source: Path, directory: Path, relative: str) -> FileEntry:
-    with _reading(source):
-        data = source.read_bytes()
-    return _write(directory, relative, data)
+    return _write(directory, relative, source.read_bytes())
 
 
 __all__ = ["BuildOptions", "BuildPlan", "BuildReport", "build_engine", "gpus_of", "plan_build"]

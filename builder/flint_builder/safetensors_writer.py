@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy.typing as npt
+from blake3 import blake3
 
 from flint_builder.weights import EngineTensor
 from flint_plugins.ops import DType
@@ -24,7 +24,7 @@ class SafetensorsWriter:
 
     Attributes:
         size: bytes of the file.
-        sha256: hexadecimal hash of the file, complete when the context was left.
+        blake3: hexadecimal hash of the file, complete when the context was left.
     Raises:
         OSError: the file exists or cannot be written.
     """
@@ -34,7 +34,7 @@ class SafetensorsWriter:
         self._header = header(tensors)
         self.size = len(self._header) + sum(tensor.bytes for tensor in tensors)
         self._written = 0
-        self._hash = hashlib.sha256()
+        self._hash = blake3()
 
     def __enter__(self) -> SafetensorsWriter:
         self._file = self._path.open("xb", buffering=0)
@@ -50,7 +50,7 @@ class SafetensorsWriter:
                 os.fsync(self._file.fileno())
 
     @property
-    def sha256(self) -> str:
+    def blake3(self) -> str:
         """Hash of what was written so far, hexadecimal."""
         return self._hash.hexdigest()
 

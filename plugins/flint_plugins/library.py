@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ STUB_NAME = "libtensorrt_rtx.so"
 """Gives TensorRT-RTX's ONNX parser the library name that it asks for (see plugins/CMakeLists.txt)."""
 ENVIRONMENT_VARIABLE = "FLINT_PLUGINS_LIBRARY"
 _DISTRIBUTION = "flint-tensorrt"
+_ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
+"""Processors by their number in a library's header (ELF's e_machine), named as `platform.machine` does."""
 _CURE = (
     "Install the package again (`pip install -e .` in the source tree compiles the library and needs nvcc), or set "
     f"{ENVIRONMENT_VARIABLE} to a library that fits"
@@ -96,6 +99,25 @@ def _package_file(name: str) -> Path:
             return folder / name
     places = " and ".join(str(folder) for folder in folders)
     raise LibraryError(f"{name} is missing: it was looked for in {places}. {_CURE}.")
+
+
+def library_for_host(own: Path) -> Path:
+    """The library to load for an engine: its own, or this installation's if its own is for another processor.
+
+    An engine that was built on x86-64 may run on arm64: all else in it is the same for both.
+
+    Args:
+        own: the library in the engine.
+    Raises:
+        LibraryError: this installation has none.
+    """
+    try:
+        with own.open("rb") as file:
+            header = file.read(20)
+    except OSError:
+        return own  # What is wrong with it, loading it will say.
+    machine = _ELF_MACHINES.get(int.from_bytes(header[18:20], "little")) if header[:4] == b"\x7fELF" else None
+    return own if machine in (None, platform.machine()) else find_library()
 
 
 def library_info(path: Path) -> LibraryInfo:

@@ -66,6 +66,8 @@ def inspect(engine: EngineArgument, as_json: JsonOption = False) -> None:
         f"1,024 tokens {format_bytes(memory['per_1024_tokens'])}, each sequence {format_bytes(memory['per_sequence'])}",
     }
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a long path is shown whole
     for name, value in rows.items():
         table.add_row(name, str(value))
     out.print(table)

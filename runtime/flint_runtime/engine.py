@@ -197,8 +197,8 @@ def _hash_problems(directory: Path, entries: Sequence[FileEntry], progress: Call
     for entry, found in zip(entries, hashes, strict=True):
         if isinstance(found, OSError):
             yield f"{entry.path} cannot be read ({found.strerror or found})"
-        elif found != entry.sha256:
-            yield f"{entry.path} has sha256 {found}, expected {entry.sha256}"
+        elif found != entry.blake3:
+            yield f"{entry.path} has blake3 {found}, expected {entry.blake3}"
 
 
 def _foreign_assets(directory: Path, manifest: Manifest) -> Iterator[str]:

@@ -268,8 +268,12 @@ class EngineCore:
         except BaseException:
             self._mend()
             raise
-        outputs, self._outputs = self._outputs, []
         self._host_seconds += time.perf_counter() - begin - waited
+        return self._hand_out()
+
+    def _hand_out(self) -> list[CoreOutput]:
+        """What was made since the last time. From here on it is the caller's, who loses it if interrupted now."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def stats(self) -> CoreStats:
@@ -507,14 +511,18 @@ class EngineCore:
     def _await_grammars(self) -> None:
         """See what grammars allow next; requests end by it, well or not."""
         for sequence, until in list(self._parsing.items()):
-            grammar, name = _grammar(sequence), sequence.request.request_id
+            name = sequence.request.request_id
             if self._sequences.get(name) is sequence:
-                if not grammar.wait(until - time.perf_counter()):
-                    continue
-                if grammar.error or grammar.finished:
-                    reason: FinishReason = "error" if grammar.error else "stop"
-                    self._outputs.append(CoreOutput(name, (), reason, grammar.error, None, sequence.cached_tokens))
-                    self._end(sequence)
+                try:
+                    grammar = _grammar(sequence)
+                    if not grammar.wait(until - time.perf_counter()):
+                        continue
+                    if grammar.error or grammar.finished:
+                        reason: FinishReason = "error" if grammar.error else "stop"
+                        self._outputs.append(CoreOutput(name, (), reason, grammar.error, None, sequence.cached_tokens))
+                        self._end(sequence)
+                except Exception as error:
+                    self._end_with(sequence, error)
             sequence.parsing = False
             del self._parsing[sequence]
 

@@ -1,19 +1,24 @@
-"""SHA-256 of many files at once: a thread per core, for hashlib computes without the interpreter lock."""
+"""BLAKE3 of many files at once: a thread per core, for the hash is computed without the interpreter lock.
+
+BLAKE3, for it is as strong as SHA-256 and about ten times as fast on a processor without SHA instructions: a build and
+`verify` wait for the disk instead of the hash.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from blake3 import blake3
+
 CHUNK_BYTES = 4 << 20
 
 
 def hash_files(paths: Sequence[Path], progress: Callable[[int], None]) -> Iterator[str | OSError]:
-    """Hash files and yield each one's SHA-256 in hexadecimal, or what kept it from being read, in the order given.
+    """Hash files and yield each one's BLAKE3 in hexadecimal, or what kept it from being read, in the order given.
 
     Args:
         progress: called with the number of bytes read since the last call, from several threads.
@@ -35,7 +40,7 @@ def hash_files(paths: Sequence[Path], progress: Callable[[int], None]) -> Iterat
 
 
 def _hash_file(path: Path, progress: Callable[[int], None], stopped: threading.Event) -> str:
-    digest = hashlib.sha256()
+    digest = blake3()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         done = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flint_plugins.library import LibraryError, check_library
+from flint_plugins.library import LibraryError, check_library, library_for_host
 from flint_runtime.engine import CURE, Engine
 from flint_runtime.errors import EngineError
 from flint_runtime.executors.engine_check import check_contents
@@ -50,13 +50,17 @@ def content_problems(engine: Engine) -> list[str]:
 
 
 def library_problem(engine: Engine) -> str | None:
-    """What is wrong with the engine's plugin library, or None: it must load and be the version the engine wants."""
+    """What is wrong with the engine's plugin library, or None: it must load and be the version the engine wants.
+
+    On a host of another processor than the engine was built on, this installation's library is looked at.
+    """
     manifest = engine.manifest
     try:
-        info = check_library(
-            engine.library_path, version=manifest.plugins_version, layout_version=manifest.layout_version
-        )
+        path = library_for_host(engine.library_path)
+        info = check_library(path, version=manifest.plugins_version, layout_version=manifest.layout_version)
     except (LibraryError, EngineError) as error:
         return str(error)
+    if path != engine.library_path:
+        return None  # Which GPUs this host's installation has code for says nothing of the engine.
     missing = [target for target in manifest.targets if target not in info.architectures]
     return f"{engine.library_path} holds no GPU code for {', '.join(missing)}" if missing else None

@@ -7,12 +7,12 @@ can write the digest, too.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flint_plugins.ops import PAGE_TOKENS
@@ -24,7 +24,7 @@ MANIFEST_NAME = "engine.json"
 LIBRARY_NAME = "libflint_plugins.so"
 ASSET_NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files of the checkpoint that an engine carries; all but the first where the checkpoint has them."""
-DIGEST_FIELD = "sha256"
+DIGEST_FIELD = "blake3"
 
 MAX_BATCH = 1024
 MAX_PREFILL_CHUNK = 65536
@@ -81,7 +81,7 @@ class FileEntry(_Part):
     """Relative to the directory and inside of it, with forward slashes."""
     size: Annotated[int, Field(ge=0, lt=1 << 63)]
     """Bytes."""
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    blake3: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
     @field_validator("path")
     @classmethod
@@ -130,11 +130,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def manifest_digest(document: Mapping[str, Any]) -> str:
-    """SHA-256 of a parsed engine.json without its digest: of its JSON in UTF-8, keys sorted, without spaces.
+    """BLAKE3 of a parsed engine.json without its digest: of its JSON in UTF-8, keys sorted, without spaces.
 
     Raises:
         ValueError: a text is none that UTF-8 can write.
     """
     plain = {name: value for name, value in document.items() if name != DIGEST_FIELD}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return blake3(text.encode()).hexdigest()

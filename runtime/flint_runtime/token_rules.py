@@ -83,14 +83,13 @@ class _RestrictedAnswer:
         return self._grammar is not None and self._grammar.finished
 
     def wait(self, seconds: float) -> bool:
-        """Wait for what the grammar allows next, if that takes time; whether it is known."""
-        wait = getattr(self._grammar, "wait", None)
-        return wait is None or bool(wait(seconds))
+        """See `Grammar.wait`."""
+        return self._grammar is None or self._grammar.wait(seconds)
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot go on."""
-        return getattr(self._grammar, "error", None)
+        """See `Grammar.error`."""
+        return None if self._grammar is None else self._grammar.error
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[list[int]]:

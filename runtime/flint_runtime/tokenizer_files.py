@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +83,7 @@ def read_contents(tokenizer: Path, generation: Path) -> dict[str, bytes]:
     ):
         most = MAX_TOKENIZER_BYTES if name == TOKENIZER else MAX_CONFIG_BYTES
         try:
-            contents[name] = _in(name, lambda path, most=most: read_small_file(path, most), directory / name)
+            contents[name] = _in(name, partial(read_small_file, most=most), directory / name)
         except FileNotFoundError:
             continue
     return contents
@@ -127,7 +128,7 @@ def _template(value: Any) -> str | None:
     """The chat template of a tokenizer_config.json: a text, or a list of {"name", "template"}."""
     if value is None or isinstance(value, str):
         return value
-    entries = value if isinstance(value, list) else [None]
+    entries: list[Any] = value if isinstance(value, list) else [None]
     for entry in entries:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
             raise ValueError(

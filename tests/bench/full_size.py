@@ -7,12 +7,13 @@ holes in the file; `fill` makes random weights on the GPU. So a machine with a G
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
 
 from flint_builder.weights import EngineTensor, WeightFile, weight_files
 from flint_plugins.layout import LAYOUT_VERSION
@@ -78,7 +79,7 @@ def complete(directory: Path, weights: WeightFormat, architecture: str, library:
         _write_sparse(directory / "weights" / file.name, file)
     (directory / LIBRARY_NAME).write_bytes(library.read_bytes())
     entries = [
-        FileEntry(path=path.relative_to(directory).as_posix(), size=path.stat().st_size, sha256=_hash(path))
+        FileEntry(path=path.relative_to(directory).as_posix(), size=path.stat().st_size, blake3=_hash(path))
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != MANIFEST_NAME
     ]
@@ -100,7 +101,7 @@ def complete(directory: Path, weights: WeightFormat, architecture: str, library:
 
 
 def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes() if path.stat().st_size <= HASHED_BYTES else b"").hexdigest()
+    return blake3(path.read_bytes() if path.stat().st_size <= HASHED_BYTES else b"").hexdigest()
 
 
 def _write_sparse(path: Path, file: WeightFile) -> None:

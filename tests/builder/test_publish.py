@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def write(staging: Staging, generator: str) -> Manifest:
         path = staging.directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(generator)
-    return manifest(generator=generator, files=tuple(FileEntry(path=name, size=1, sha256="0" * 64) for name in FILES))
+    return manifest(generator=generator, files=tuple(FileEntry(path=name, size=1, blake3="0" * 64) for name in FILES))
 
 
 def published(output: Path, generator: str, force: bool = False) -> None:
@@ -235,8 +236,9 @@ def test_a_manifest_cannot_name_what_is_outside(tmp_path: Path, path: str) -> No
     output = tmp_path / "engine"
     (tmp_path / "outside").write_text("mine")
     published(output, "first")
-    old = manifest(files=tuple(FileEntry(path=name, size=1, sha256="0" * 64) for name in (*FILES, path)))
-    (output / "engine.json").write_text(old.model_dump_json())
+    document = json.loads((output / "engine.json").read_text())
+    document["files"].append({"path": path, "size": 1, "blake3": "0" * 64})
+    (output / "engine.json").write_text(json.dumps(document))
     published(output, "second", force=True)
     assert (tmp_path / "outside").read_text() == "mine" and Path("/etc/hostname").exists()
     assert generator_of(output) == "second"
@@ -249,7 +251,7 @@ def test_force_replaces_old_and_damaged_engines(tmp_path: Path, change: str) -> 
     (tmp_path / "store").write_text("mine")
     if change == "format":
         text = (output / "engine.json").read_text()
-        (output / "engine.json").write_text(text.replace('"format_version": 2', '"format_version": 0, "new": {}'))
+        (output / "engine.json").write_text(text.replace('"format_version": 3', '"format_version": 0, "new": {}'))
     elif change == "missing file":
         (output / "data").unlink()
     elif change == "linked file":

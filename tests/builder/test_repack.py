@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from blake3 import blake3
 from transformers.models.flint.configuration_flint import FlintConfig
 from transformers.models.flint.modeling_flint import FlintRotaryEmbedding
 
@@ -197,7 +197,7 @@ def test_entries_describe_the_files(tmp_path: Path) -> None:
     for file, entry in zip(files, entries, strict=True):
         data = (tmp_path / "engine" / entry.path).read_bytes()
         assert entry.size == len(data)
-        assert entry.sha256 == hashlib.sha256(data).hexdigest()
+        assert entry.blake3 == blake3(data).hexdigest()
         length = int.from_bytes(data[:8], "little")
         assert length % 8 == 0
         header = json.loads(data[8 : 8 + length])

@@ -118,6 +118,19 @@ def test_environment_variable_overrides(tmp_path: Path, monkeypatch: pytest.Monk
     assert library.find_library() == path
 
 
+def test_a_host_of_another_processor_takes_its_own_library(plugins: Path, tmp_path: Path) -> None:
+    own = tmp_path / library.LIBRARY_NAME
+    assert library.library_for_host(own) == own, "a missing one is missed when it is loaded"
+    header = bytearray(plugins.read_bytes()[:64])
+    own.write_bytes(header)
+    assert library.library_for_host(own) == own
+    header[18:20] = (183 if header[18] == 62 else 62).to_bytes(2, "little")
+    own.write_bytes(header)
+    assert library.library_for_host(own) == plugins
+    own.write_bytes(b"no library")
+    assert library.library_for_host(own) == own
+
+
 # --- Plugins in TensorRT-RTX --------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from flint_plugins.layout import LAYOUT_VERSION
 from flint_plugins.ops import PAGE_TOKENS
@@ -61,7 +61,7 @@ def build_reference_engine(
     entries = write_weights(opened, files, directory, lambda count: None)
     for name, data in written.items():
         (directory / name).write_bytes(data)
-        entries.append(FileEntry(path=name, size=len(data), sha256=hashlib.sha256(data).hexdigest()))
+        entries.append(FileEntry(path=name, size=len(data), blake3=blake3(data).hexdigest()))
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         generator="tests",
@@ -101,7 +101,7 @@ def rewrite_file(directory: Path, name: str, data: bytes) -> None:
     files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
     for entry in files:
         if entry["path"] == name:
-            entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            entry |= {"size": len(data), "blake3": blake3(data).hexdigest()}
     rewrite_manifest(directory, files=files)
 
 

@@ -81,7 +81,7 @@ GOOD: dict[str, list[Any]] = {
     "structured_outputs": [StructuredOutputsParams(regex="[a-z ]{1,9}")],
     "output_kind": list(RequestOutputKind),
 }
-FAULTS = ["mask", "accept", "finished", "shape", "type"]
+FAULTS = ["mask", "accept", "wait", "finished", "shape", "type"]
 
 
 class Draw:
@@ -142,6 +142,17 @@ class WrongGrammar:
         if self._what == "accept" and self._tokens > 2:
             raise RecursionError
         return True
+
+    def wait(self, seconds: float) -> bool:
+        """See `Grammar`."""
+        if self._what == "wait" and self._tokens > 2:
+            raise BrokenPipeError
+        return True
+
+    @property
+    def error(self) -> str | None:
+        """See `Grammar`."""
+        return None
 
     @property
     def finished(self) -> bool:

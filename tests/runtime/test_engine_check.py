@@ -58,7 +58,7 @@ def test_a_whole_engine_opens(directory: Path, bf16_directory: Path) -> None:
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "theta": ({"rope_theta": 10001.0}, "row .* of the RoPE table is not that of rope_theta 10001.0"),
     "window": ({"sliding_window": 34}, "window is 33, the model's is 34"),
-    "longer window": ({"sliding_window": 64}, r"input kv\.1 must be bf16 \[slots, 1, 2, 80, 128\]"),
+    "longer window": ({"sliding_window": 64}, r"input kv\.1 must be bf16 \[slots, 1, 2, 144, 128\]"),
     "top-k": ({"num_experts_per_tok": 5}, "top_k is 6, the model's is 5"),
     "epsilon": ({"rms_norm_eps": 2e-6}, "eps is .*, the model's is 1.99"),
     "vocabulary": ({"vocab_size": 736}, r"input .* must be .*736\]"),
@@ -111,7 +111,8 @@ def test_other_weights_are_refused(engine: Path) -> None:
 
 def test_states_that_nothing_can_address_are_refused(engine: Path) -> None:
     config = json.loads((engine / "engine.json").read_text())["model"]
-    rewrite_manifest(engine, model=config | {"sliding_window": 1 << 31})
+    # Each within its bounds; together more than 32 bits count.
+    rewrite_manifest(engine, model=config | {"sliding_window": 1 << 20, "head_dim": 1 << 10, "num_key_value_heads": 8})
     assert "has more than 2147483647 elements" in problem(engine)
 
 

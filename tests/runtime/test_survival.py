@@ -117,6 +117,16 @@ class Even:
         self.trouble("accept")
         return token_id % 2 == 0
 
+    def wait(self, seconds: float) -> bool:
+        """See `Grammar`."""
+        self.trouble("wait")
+        return True
+
+    @property
+    def error(self) -> str | None:
+        """See `Grammar`."""
+        return None
+
     @property
     def finished(self) -> bool:
         """See `Grammar`."""
@@ -170,7 +180,7 @@ def check_outcome(found: Collected, every: list[EngineRequest], failed: set[str]
 # --- One request ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mask", "accept", "finished"])
+@pytest.mark.parametrize("name", ["mask", "accept", "wait", "finished"])
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_grammar_that_fails_ends_its_request(name: str, number: int) -> None:
     trouble = Once((name,), number, RuntimeError("the parser panicked"))
@@ -240,7 +250,7 @@ def test_an_answer_that_cannot_be_read_ends_its_request(monkeypatch: pytest.Monk
     def fail(*arguments: Any) -> Any:
         raise ValueError("no such row")
 
-    monkeypatch.setattr(engine_core, "_token_output", fail)
+    monkeypatch.setattr(engine_core, "token_output", fail)
     core = open_core(FakeExecutor(LIMITS))
     found = run(core, every := requests())
     check_outcome(found, every, {"logprobs"})
@@ -380,7 +390,9 @@ class Interrupts:
         sys.settrace(None)
 
     def _enter_frame(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(OURS) else None
+        # What is handed out is the caller's, and the callers here keep nothing of an interrupted call.
+        ours = frame.f_code.co_filename.startswith(OURS) and frame.f_code is not EngineCore._hand_out.__code__
+        return self._line if ours else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "line":

@@ -81,7 +81,8 @@ def test_both_beside_a_grammar() -> None:
     assert grammar is not None
     assert allowed(grammar.mask()) == {digits[2], digits[4]}
     assert grammar.accept(digits[4]) and grammar.accept(digits[9])
-    assert grammar.finished and not grammar.accept(digits[9])
+    assert grammar.wait(30) and grammar.finished and grammar.error is None
+    compiler.close()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flint_plugins.library import ENVIRONMENT_VARIABLE, LibraryError, check_library, find_library
+from flint_plugins.library import ENVIRONMENT_VARIABLE, LibraryError, check_library, find_library, library_for_host
 from flint_runtime.engine import Engine
 from flint_runtime.errors import EngineError, UnsupportedError
 from flint_runtime.executors import cuda, gpu_memory
@@ -441,5 +441,5 @@ def _block_bytes(sizes: Sizes) -> int:
 
 
 def _default_library(engine: Engine) -> Path:
-    """The library that a developer's environment names, or the engine's own. Raises LibraryError, EngineError."""
-    return find_library() if os.environ.get(ENVIRONMENT_VARIABLE) else engine.library_path
+    """The library that a developer's environment names, or else the engine's. Raises LibraryError, EngineError."""
+    return find_library() if os.environ.get(ENVIRONMENT_VARIABLE) else library_for_host(engine.library_path)

@@ -11,7 +11,7 @@ from flint_runtime.manifest import Limits
 from tests.runtime.cores import Collected, check_idle, request, run
 from tests.runtime.fake_executor import FAKE, FakeExecutor, expected_tokens
 
-WINDOW_513 = FAKE.model_copy(update={"sliding_window": 513})
+WINDOW_513 = FAKE.model_copy(update={"sliding_window": 513, "max_position_embeddings": 16_384})
 LIMITS = Limits(max_batch=16, max_context=16_384, prefill_chunk=8192)
 
 
