@@ -6,7 +6,6 @@ them are the entry points of build-engine and run-engine.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from random import Random
 from typing import ClassVar
 
 import onnx
+from blake3 import blake3
 
 from flint_builder.build import BuildOptions, build_engine, plan_build
 from flint_builder.checkpoint import gguf_metadata
@@ -246,7 +246,7 @@ class _EngineTarget(Target):
         document = json.loads(json.dumps(self._document))
         for entry in document["files"]:
             if entry["path"] == name:
-                entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+                entry |= {"size": len(data), "blake3": blake3(data).hexdigest()}
         return {name: data, MANIFEST_NAME: encode_document(document)}
 
 
