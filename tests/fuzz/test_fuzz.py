@@ -61,7 +61,7 @@ def _shout() -> None:
 
 
 def _grow() -> None:
-    bytearray(b"x") * (3 << 29)
+    bytearray(b"x") * (9 << 27)
 
 
 PLANTED: dict[str, tuple[Callable[[], object], str]] = {
@@ -69,7 +69,7 @@ PLANTED: dict[str, tuple[Callable[[], object], str]] = {
     "no Exception at all": (lambda: (_ for _ in ()).throw(SystemExit(3)), "SystemExit: 3"),
     "a bug of ours": (_break_down, "exit code 1: "),
     "a message of two lines": (_shout, "no printable paragraph: "),
-    "1.5 GiB": (_grow, "1024 are allowed"),
+    "1.1 GiB": (_grow, "1024 are allowed"),
     "a loop": (_wait, "The process ended with SIGXCPU"),
     "a signal": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "Segmentation fault"),
 }

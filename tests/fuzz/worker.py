@@ -24,7 +24,7 @@ MOST_SECONDS = 2.0
 """Processor time of this process for one mutant. Not time of the clock: the machine may be busy with other work."""
 MOST_BYTES = 1 << 30
 """Resident memory above that at the start of a mutant."""
-_KILL_SECONDS = 5
+_KILL_SECONDS = 10
 """Processor time after which the kernel ends the process; it stops loops in native code, too."""
 _KILL_BYTES = 4 << 30
 """Address space above that at the start, likewise."""
@@ -83,10 +83,10 @@ def _try(target: Target, seed: str, index: int) -> Result:
         outcome, fault = _outcome(target, deep)
         seconds = time.process_time() - started
         grown = max(0, _resident("VmHWM") - before)
-    if not fault and seconds > MOST_SECONDS:
-        fault = f"It took {seconds:.1f} s; {MOST_SECONDS} are allowed."
-    if not fault and grown > MOST_BYTES:
-        fault = f"It took {grown >> 20} MiB; {MOST_BYTES >> 20} are allowed."
+    if seconds > MOST_SECONDS:
+        fault += f"\nIt took {seconds:.1f} s; {MOST_SECONDS} are allowed."
+    if grown > MOST_BYTES:
+        fault += f"\nIt took {grown >> 20} MiB; {MOST_BYTES >> 20} are allowed."
     return Result(index, target.kind, "fault" if fault else outcome, fault, seconds, grown)
 
 
