@@ -30,7 +30,7 @@ class TemplateSourceError(Exception):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Powers are taken when a template is rendered, not while it is compiled, and only small ones: 9**9**9 never ends."""
+    """Powers are taken when a template is rendered, not while it is compiled, and only small ones."""
 
     intercepted_binops = frozenset({"**"})
 
