@@ -17,7 +17,7 @@ empty :=
 space := $(empty) $(empty)
 CMAKE_TARGETS = --config-settings=cmake.define.FLINT_TARGETS="$(subst $(space),;,$(TARGETS))"
 
-.PHONY: help setup plugins wheel image demo test test-gpu sanitize lint format bench bench-gpu clean
+.PHONY: help setup plugins wheel image demo test test-gpu sanitize fuzz lint format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -73,6 +73,11 @@ demo: plugins  ## Build an engine from flint-nano and ask it something
 
 test: plugins  ## CPU tests, a process per core
 	$(BIN)/pytest -m "not gpu" -n auto --dist loadfile
+
+# Mutants of every kind of file: N of them, or only the one of number ONLY; a fresh SEED unless one is given.
+N ?= 20000
+fuzz: plugins  ## Read N mutants of files from strangers; SEED draws them, ONLY is the number of one
+	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY),--mutants $(N))
 
 test-gpu: plugins  ## Tests that need a CUDA device, and torch with CUDA
 	$(BIN)/pytest -m gpu

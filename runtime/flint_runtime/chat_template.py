@@ -29,6 +29,17 @@ class TemplateSourceError(Exception):
     """A text is no chat template."""
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Powers are taken when a template is rendered, not while it is compiled, and only small ones."""
+
+    intercepted_binops = frozenset({"**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int) and right * left.bit_length() > 4096:
+            raise ValueError("a power in it is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 class ChatTemplate:
     """A compiled template. Thread-safe."""
 
@@ -39,7 +50,7 @@ class ChatTemplate:
             TemplateSourceError: it cannot be compiled.
         """
         # Not optimised: jinja would compute constants such as 'x' * 10**12 while it compiles.
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], optimized=False
         )
         environment.filters["tojson"] = _to_json

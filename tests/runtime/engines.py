@@ -87,8 +87,12 @@ def rewrite_manifest(directory: Path, **changes: object) -> None:
 
 def write_document(directory: Path, document: Mapping[str, object]) -> None:
     """Write engine.json with the digest of its content."""
-    digest = manifest_digest(document)
-    (directory / MANIFEST_NAME).write_text(json.dumps({**document, DIGEST_FIELD: digest}))
+    (directory / MANIFEST_NAME).write_bytes(encode_document(document))
+
+
+def encode_document(document: Mapping[str, object]) -> bytes:
+    """The content of engine.json with the digest of what it says."""
+    return json.dumps({**document, DIGEST_FIELD: manifest_digest(document)}).encode()
 
 
 def rewrite_file(directory: Path, name: str, data: bytes) -> None:

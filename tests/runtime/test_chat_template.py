@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from flint_runtime.chat_template import template_options
+from flint_runtime.chat_template import ChatTemplate, template_options
 from flint_runtime.errors import UsageError
 from tests.runtime.fake_core import TOKENIZER
 from tests.shapes import NANO_DIRECTORY
@@ -173,3 +173,11 @@ def test_what_cannot_be_continued(last: dict[str, Any], options: dict[str, Any],
     given = {"add_generation_prompt": False, "continue_final_message": True, **options}
     with pytest.raises(UsageError, match=message):
         TOKENIZER.render_chat([USER, last], **given)
+
+
+def test_a_power_without_end_is_refused() -> None:
+    """It is not computed while the template is compiled, either."""
+    template = ChatTemplate("{{ 9 ** 99999999 }}", {})
+    with pytest.raises(UsageError, match="a power in it is too large"):
+        template.render([{"role": "user", "content": "hi"}])
+    assert ChatTemplate("{{ 2 ** 10 }}", {}).render([{"role": "user", "content": "hi"}]) == "1024"

@@ -1,14 +1,12 @@
 """What is compared at opening: graphs, weight files and RoPE table with the manifest. Nothing may get past it that an
-executor then trips over, and nothing but EngineError may come of any damage."""
+executor then trips over; tests.fuzz holds that against mutants."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,17 +18,11 @@ from safetensors.torch import load_file, save
 from flint_runtime.engine import Engine
 from flint_runtime.errors import EngineError
 from flint_runtime.executors.engine_check import check_contents
-from flint_runtime.executors.graph_file import load_graph
-from flint_runtime.executors.plugin_host import PluginHostExecutor
-from flint_runtime.executors.reference import ReferenceExecutor
-from flint_runtime.executors.step import RowSampling, SequencePart, build_step
 from flint_runtime.inspection import content_problems
-from flint_runtime.manifest import PHASES, Phase
+from flint_runtime.manifest import Phase
 from flint_runtime.rope import is_rope_row, rope_rows
 from tests.runtime.conftest import LIMITS
-from tests.runtime.engines import rewrite_file, rewrite_manifest, write_document
-from tests.runtime.fake_cuda import FakeCuda
-from tests.runtime.mutants import mutate_bytes, mutate_graph, mutate_json
+from tests.runtime.engines import rewrite_file, rewrite_manifest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -236,90 +228,3 @@ def test_a_graph_file_that_is_no_graph_is_refused(engine: Path) -> None:
     for data in (b"", b"\0", b"\xff" * 100, bytes(1000)):
         rewrite_file(engine, "graph/prefill.onnx", data)
         assert "prefill.onnx" in problem(engine)
-
-
-# --- Mutants ----------------------------------------------------------------------------------------------------------
-
-
-def run(executor: ReferenceExecutor | PluginHostExecutor) -> None:
-    """A prefill and a decode step."""
-    executor.allocate(4, 2, 2)
-    executor.begin_sequence(0, [1, 2, 3])
-    for phase, ids, start in (("prefill", [1, 2, 3], 0), ("decode", [4], 3)):
-        step = build_step([SequencePart(ids, start, [1], 1, [(-1, RowSampling(sample_slot=0))])])
-        executor.run(phase, step)  # type: ignore[arg-type]
-
-
-def survives(engine: Engine, fake: FakeCuda, plugins: Path) -> None:
-    """Run what passed the check: whatever it computes, no executor may trip over it."""
-    run(ReferenceExecutor(engine))
-    executor = PluginHostExecutor(engine, plugins)
-    executor.close()
-
-
-@pytest.mark.parametrize("kind", ["bytes", "graph"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_mutants_of_graphs(phase: Phase, kind: str, engine: Path, fake: FakeCuda, plugins: Path) -> None:
-    opened = Engine.open(engine)
-    path = opened.graph_path(phase)
-    data, original = path.read_bytes(), load_graph(path)
-    model = onnx.load_model_from_string(data)
-    refused = 0
-    for seed in range(75):
-        random = Random(f"{phase} {kind} {seed}")
-        mutant = mutate_bytes(random, data) if kind == "bytes" else mutate_graph(random, model).SerializeToString()
-        path.write_bytes(mutant)
-        try:
-            check_contents(opened)
-        except EngineError:
-            refused += 1
-            continue
-        if load_graph(path) != original:
-            survives(opened, fake, plugins)
-    assert refused > 50
-
-
-def test_mutants_of_manifests(engine: Path, fake: FakeCuda, plugins: Path) -> None:
-    """With the right digest, as a forger could write it."""
-    path = engine / "engine.json"
-    document, manifest = json.loads(path.read_text()), Engine.open(engine).manifest
-    refused = 0
-    for seed in range(100):
-        write_document(engine, mutate_json(Random(seed), document))
-        try:
-            opened = Engine.open(engine)
-            check_contents(opened)
-        except EngineError:
-            refused += 1
-            continue
-        if opened.manifest != manifest:
-            with suppress(EngineError):  # It may be for another GPU now, or another library.
-                survives(opened, fake, plugins)
-    assert refused > 60
-
-
-def test_mutants_of_weight_files(engine: Path, fake: FakeCuda, plugins: Path) -> None:
-    """Of their headers: what stands behind is only numbers."""
-    path = engine / "weights/embedding.safetensors"
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    opened = Engine.open(engine)
-    refused = 0
-    for seed in range(60):
-        random = Random(seed)
-        if random.random() < 0.5:
-            header = mutate_bytes(random, data[:end])
-        else:
-            text = json.dumps(mutate_json(random, json.loads(data[8:end]))).encode()
-            header = len(text).to_bytes(8, "little") + text
-        path.write_bytes(header + data[end:])
-        try:
-            check_contents(opened)
-        except EngineError:
-            refused += 1
-            continue
-        try:
-            survives(opened, fake, plugins)
-        except EngineError:
-            refused += 1
-    assert refused > 40

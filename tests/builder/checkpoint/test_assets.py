@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from flint_builder.checkpoint.assets import read_assets
@@ -194,25 +192,6 @@ def test_truncation_and_padding_are_switched_off(directory: Path) -> None:
     read(directory)
     text = "one two three four five"
     assert Tokenizer(directory).encode(text) == Tokenizer(NANO_DIRECTORY).encode(text)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    name=st.sampled_from(NAMES[1:]),
-    edits=st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=3),
-    cut=st.none() | st.integers(0, 1 << 16),
-)
-def test_fuzz_only_checkpoint_errors(directory: Path, name: str, edits: list[tuple[int, int]], cut: int | None) -> None:
-    data = bytearray((NANO_DIRECTORY / name).read_bytes())
-    for position, value in edits:
-        data[position % len(data)] = value
-    (directory / name).write_bytes(data if cut is None else data[: cut % len(data)])
-    try:
-        read(directory)
-    except CheckpointError as error:
-        assert "\n" not in str(error)
-    finally:
-        shutil.copy(NANO_DIRECTORY / name, directory / name)
 
 
 def test_a_lone_file_is_enough(tmp_path: Path) -> None:

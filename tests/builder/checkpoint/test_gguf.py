@@ -15,8 +15,6 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGUFValueType as Kind
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flint_builder.checkpoint import open_checkpoint
 from flint_builder.checkpoint.datafile import DataFile
@@ -518,24 +516,3 @@ def test_git_lfs_pointer_is_named(good: Path, tmp_path: Path) -> None:
     path.write_bytes(tiny.LFS_POINTER)
     with pytest.raises(CheckpointError, match=r"flint\.gguf .*Git LFS pointer.*git lfs pull"):
         open_checkpoint(str(path), hf_config=good.parent)
-
-
-MUTATION = st.tuples(st.integers(0, 1 << 20), st.integers(0, 255))
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mutations=st.lists(MUTATION, max_size=4), cut=st.none() | st.integers(0, 1 << 20))
-def test_fuzz_only_checkpoint_errors(
-    good: Path, tmp_path: Path, mutations: list[tuple[int, int]], cut: int | None
-) -> None:
-    """Bytes of the header changed, or the file cut: refused or accepted, never another exception."""
-    path = tmp_path / "fuzz.gguf"
-    data = bytearray(good.read_bytes())
-    header_bytes = min(tensor.offset for tensor in read_header(DataFile(good)).tensors.values())
-    for position, value in mutations:
-        data[position % header_bytes] = value
-    path.write_bytes(data if cut is None else data[: cut % len(data)])
-    try:
-        tiny.opened(path, hf_config=good.parent)
-    except CheckpointError as error:
-        assert "\n" not in str(error)

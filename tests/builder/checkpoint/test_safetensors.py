@@ -12,8 +12,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 
 from flint_builder.checkpoint.datafile import DataFile
@@ -255,40 +253,3 @@ def test_stacked_experts_are_the_same_rows(good: Path, tmp_path: Path, form: str
 def test_transformers_name_of_the_sinks(tmp_path: Path) -> None:
     tensors = {name.replace("softmax_offset", "sinks"): value for name, value in tiny.weights().items()}
     tiny.opened(tiny.bf16(tmp_path, tensors))
-
-
-MUTATION = st.tuples(st.integers(0, 1 << 20), st.integers(0, 255))
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mutations=st.lists(MUTATION, max_size=4), cut=st.none() | st.integers(0, 1 << 20))
-def test_fuzz_only_checkpoint_errors(
-    good: Path, tmp_path: Path, mutations: list[tuple[int, int]], cut: int | None
-) -> None:
-    """Bytes of the header changed, or the file cut: refused or accepted, never another exception."""
-    path = tmp_path / "model.safetensors"
-    data = bytearray((good / path.name).read_bytes())
-    header_bytes = 8 + int.from_bytes(data[:8], "little")
-    for position, value in mutations:
-        data[position % header_bytes] = value
-    path.write_bytes(data if cut is None else data[: cut % len(data)])
-    try:
-        tiny.opened(path, hf_config=good)
-    except CheckpointError as error:
-        assert "\n" not in str(error)
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mutations=st.lists(MUTATION, min_size=1, max_size=3))
-def test_fuzz_index(tmp_path: Path, mutations: list[tuple[int, int]]) -> None:
-    if not (tmp_path / INDEX).exists():
-        tiny.bf16(tmp_path, max_shard_bytes=100_000)
-        (tmp_path / "index").write_bytes((tmp_path / INDEX).read_bytes())
-    data = bytearray((tmp_path / "index").read_bytes())
-    for position, value in mutations:
-        data[position % len(data)] = value
-    (tmp_path / INDEX).write_bytes(data)
-    try:
-        tiny.opened(tmp_path)
-    except CheckpointError as error:
-        assert "\n" not in str(error)

@@ -1,68 +1,17 @@
-"""Damage for engines: changes of bytes, of JSON documents and of ONNX graphs, all drawn from a seeded generator."""
+"""Damage to ONNX graphs, drawn from a seeded generator."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import onnx
 
 from flint_plugins.ops import OPS
+from tests.fuzz.mutate import TEXTS
 
 NUMBERS = (-(1 << 63), -1, 0, 1, 2, 3, 16, 64, 127, 128, 255, 1 << 16, 1 << 31, 1 << 40, (1 << 63) - 1)
-TEXTS = ("", "\0", "x", "kv.0", "rope", "logits", "T", "pages", "slots", "é", "a" * 300, "full", "sliding", "bf16")
-VALUES: tuple[Any, ...] = (*NUMBERS, *TEXTS, 0.5, -1e300, 10**30, None, True, [], {}, [[]], {"a": {}})
-
-
-def mutate_bytes(random: Random, data: bytes) -> bytes:
-    """A few bytes changed, cut out, repeated, put in or left off at the end."""
-    found = bytearray(data)
-    for _ in range(random.choice((1, 1, 1, 2, 5, 20))):
-        at = random.randrange(len(found) + 1)
-        width = random.choice((1, 1, 2, 8, 100))
-        kind = random.randrange(6)
-        if kind == 0:
-            found[at : at + width] = random.randbytes(width)
-        elif kind == 1:
-            del found[at : at + width]
-        elif kind == 2:
-            found[at:at] = found[at : at + width]
-        elif kind == 3:
-            found[at:at] = random.randbytes(width)
-        elif kind == 4 and at < len(found):
-            found[at] ^= 1 << random.randrange(8)
-        elif kind == 5 and random.random() < 0.2:
-            del found[at:]
-    return bytes(found)
-
-
-def mutate_json(random: Random, document: dict[str, Any]) -> dict[str, Any]:
-    """A copy with one value replaced, or one entry removed, repeated or added, at any depth."""
-    document = json.loads(json.dumps(document))
-    places: list[tuple[Any, Any]] = []
-
-    def visit(part: Any) -> None:
-        for key in list(part) if isinstance(part, dict) else range(len(part)):
-            places.append((part, key))
-            if isinstance(part[key], dict | list):
-                visit(part[key])
-
-    visit(document)
-    part, key = random.choice(places)
-    kind = random.randrange(6)
-    if kind == 0:
-        del part[key]
-    elif kind == 1 and isinstance(part, list):
-        part.insert(0, part[key])
-    elif kind == 2 and isinstance(part, dict):
-        part[random.choice(TEXTS)] = random.choice(VALUES)
-    elif kind == 3 and isinstance(part[key], int | float):
-        part[key] = part[key] + random.choice((-1, 1, 64))
-    else:
-        part[key] = random.choice(VALUES)
-    return document
+"""Those that an ONNX integer holds."""
 
 
 def mutate_graph(random: Random, model: onnx.ModelProto) -> onnx.ModelProto:
