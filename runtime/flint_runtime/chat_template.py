@@ -9,8 +9,9 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node, Scope
+from jinja2.nodes import Const, Expr, Impossible, Node, Scope, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,9 +30,22 @@ class TemplateSourceError(Exception):
     """A text is no chat template."""
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Powers are taken when a template is rendered, not while it is compiled, and only small ones."""
+class _CodeGenerator(CodeGenerator):
+    """Computes no constant of a template while it compiles it, such as {{ '%999999999d' % 1 }}.
 
+    The environment's option "optimized" leaves that to what is printed.
+    """
+
+    def _output_child_to_const(self, node: Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, Const | TemplateData):
+            raise Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Takes only powers that are small."""
+
+    code_generator_class = _CodeGenerator
     intercepted_binops = frozenset({"**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

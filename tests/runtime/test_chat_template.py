@@ -175,6 +175,15 @@ def test_what_cannot_be_continued(last: dict[str, Any], options: dict[str, Any],
         TOKENIZER.render_chat([USER, last], **given)
 
 
+@pytest.mark.parametrize(
+    "constant", ["'%99999999999d' % 1", "'x' * 10**11", "'x' | center(10**11)", "range(10**11) | sum"]
+)
+def test_constants_are_not_computed_while_a_template_is_compiled(constant: str) -> None:
+    """`make fuzz SEED=one-2 ONLY=2866` did not end."""
+    template = ChatTemplate(f"{{% if tools %}}{{{{ {constant} }}}}{{% endif %}}hi", {})
+    assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+
+
 def test_a_power_without_end_is_refused() -> None:
     """It is not computed while the template is compiled, either."""
     template = ChatTemplate("{{ 9 ** 99999999 }}", {})
