@@ -204,7 +204,7 @@ def bystander(llm: AsyncLLM, core: FakeCore) -> Iterator[Callable[[Callable[[], 
     yield run
 
 
-@pytest.mark.parametrize("request_id", [["a"], {"a": 1}, {"a"}, 0, 1, 1.5, b"a", True, "", object()], ids=repr)
+@pytest.mark.parametrize("request_id", [["a"], {"a": 1}, {"a"}, 0, 1, 1.5, b"a", True, "", object], ids=repr)
 def test_request_ids_that_are_none(llm: AsyncLLM, bystander: Any, request_id: Any) -> None:
     async def main() -> None:
         with pytest.raises(UsageError, match="request_id must be a text"):
