@@ -1,0 +1,1 @@
+"""Chat: messages, prompts, tools and the parsing of answers. Knows no HTTP."""
