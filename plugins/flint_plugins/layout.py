@@ -146,7 +146,8 @@ def pack_bf16(weight: UInt16) -> UInt16:
     panels, tiles = rows // PANEL_ROWS, columns // TILE_COLUMNS
     values = weight.reshape(-1, panels, 2, 8, tiles, 4, 16)
     source = values[..., _COLUMN_ORDER]  # [x, panel, half, g, tile, t, i, pair, 2]
-    return source.transpose(0, 1, 4, 6, 3, 5, 7, 2, 8).reshape(*lead, panels, PANEL_ROWS * columns)
+    packed: UInt16 = source.transpose(0, 1, 4, 6, 3, 5, 7, 2, 8).reshape(*lead, panels, PANEL_ROWS * columns)
+    return packed
 
 
 def unpack_bf16(packed: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
