@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, NoReturn
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -96,12 +96,18 @@ _NO_JSON = object()
 def _loaded(text: str) -> Any:
     """What a text is the JSON of, or _NO_JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return _NO_JSON
 
 
-def _refuse(constant: str) -> None:
+def _finite(number: str) -> float:
+    """A reader would make Infinity of 1e400."""
+    value = float(number)
+    return value if math.isfinite(value) else _refuse(number)
+
+
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 

@@ -6,7 +6,8 @@ events are cut. What is sent cannot be taken back, so the first reading of a dou
 A marker is a token, told by `marks`; the same characters spelled by ordinary tokens are text. Decisions where the
 output is not as the template has it:
 
-- An undeclared name, a call that is no call, and any call where none may be made: content, verbatim.
+- An undeclared name, a call that is no call, and any call where none may be made: content, verbatim; in the thinking
+  part, more of that. A call of a declared tool ends the thinking part.
 - White space beside a marker is dropped, in content and around the thinking part; never in a value.
 - The model ended a call without its last markers: they are taken as written. It was cut off, by a limit or a stop text:
   the call stays unfinished, for a command that is cut in the middle but parses is worse than one that does not parse.
@@ -85,6 +86,8 @@ class GlmParser:
         """The call as written, while it may be none."""
         self._written: list[str] = []
         """The name, key or value so far, if it is not sent piece by piece."""
+        self._in_reasoning = False
+        """Whether the call at hand begins in the thinking part."""
         self._arguments = _Arguments({})
         self._text: dict[_State, Callable[[str], None]] = {
             _State.REASONING: self._add_reasoning,
@@ -194,7 +197,6 @@ class GlmParser:
             self._end_reasoning()
             self._state = _State.CONTENT
         elif marker == "<tool_call>" and self._calls:
-            self._end_reasoning()
             self._begin_name()
         elif marker != "<think>":
             self._add_reasoning(marker)
@@ -213,6 +215,7 @@ class GlmParser:
             self._content.drop()
 
     def _begin_name(self) -> None:
+        self._in_reasoning = self._state is _State.REASONING
         self._state = _State.NAME
         self._raw, self._written = ["<tool_call>"], []
 
@@ -228,8 +231,13 @@ class GlmParser:
             self._start_call(name)
             self._mark_pairs(marker)
         else:
+            is_none = bool(name) and not name.startswith("{")
+            if self._in_reasoning and (is_none or marker == "</think>"):
+                self._no_call()
+                self._mark(marker)
+                return
             self._raw.append(marker)
-            if name and not name.startswith("{"):
+            if is_none:
                 self._no_call()
             elif name:
                 self._written.append(marker)
@@ -307,12 +315,18 @@ class GlmParser:
     # --- Calls --------------------------------------------------------------------------------------------------------
 
     def _no_call(self) -> None:
-        """What began as a call is none: it is content, with the white space before it."""
+        """What began as a call is none: it is content, with the white space before it, or more of the thinking part."""
+        if self._in_reasoning:
+            self._add_reasoning("".join(self._raw))
+            self._state = _State.REASONING
+            return
         self._send_content(self._content.rest())
         self._send_content("".join(self._raw))
         self._state = _State.VERBATIM
 
     def _start_call(self, name: str) -> None:
+        if self._in_reasoning:
+            self._end_reasoning()
         self._content.drop()
         self._answered = True
         self._arguments = _Arguments(self._tools[name].parameters)
@@ -328,8 +342,8 @@ class GlmParser:
                 self._start_call(name)
             elif not self._json_call(name):
                 self._no_call()
-                self._state = _State.CONTENT
-                self._content = _Trimmed(begun=True)
+                if self._state is _State.VERBATIM:
+                    self._state, self._content = _State.CONTENT, _Trimmed(begun=True)
                 return
         self._end_value()
         self._send_arguments(self._arguments.end())

@@ -90,6 +90,7 @@ def test_g4_name_first_then_pieces_of_the_arguments() -> None:
         ("undeclared", '["x"]', '["x"]'),
         ("undeclared", "plain ", '"plain "'),
         ("undeclared", "NaN", '"NaN"'),
+        ("undeclared", "[1e400]", '"[1e400]"'),
     ],
 )
 def test_g5_values_by_the_schema(key: str, value: str, expected: str) -> None:
@@ -173,6 +174,14 @@ def test_g11_thinking_switched_off() -> None:
     [
         (f"\nHm.\n</think>\n\nLet me see.\n\n{CALL}\nafter", "Hm.", "Let me see.after", 1),
         (f"Hm.{CALL}", "Hm.", "", 1),
+        (
+            f"Hm. <tool_call>missing{CITY}</tool_call> so\n</think>x",
+            f"Hm. <tool_call>missing{CITY}</tool_call> so",
+            "x",
+            0,
+        ),
+        (f"<tool_call>missing</think>x{CALL}", "<tool_call>missing", "x", 1),
+        (f"<tool_call>missing{CALL}", "<tool_call>missing", "", 1),
         ("Hm.</think>a <think>b</think> c", "Hm.b", "ac", 0),
         ("<think>Hm.</think>a</think>b", "Hm.", "ab", 0),
         ("</think>a</tool_call>\nb", "", "ab", 0),
