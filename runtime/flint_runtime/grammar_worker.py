@@ -10,7 +10,8 @@ Three kinds of sockets, which `flint_runtime.grammar_pool` holds the other ends 
 control, to `main`: one byte and a descriptor, the child's own socket, per grammar.
 grammar, to a child: in, the grammar's kind and text; out, "" or why it cannot be used; then one byte and a descriptor
     per request.
-session, to a child, of whole messages: in, a token; out, after it and at the start, a state and a mask or a reason.
+session, to a child, of whole messages: in, a token or RESTART; out, after it and at the start, a state and a mask or a
+    reason.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ OPEN, FINISHED, FAILED = range(3)
 """States of a session: more may follow, only an end may follow, the answer cannot go on."""
 STATE = struct.Struct("<i")
 TOKEN = struct.Struct("<i")
+RESTART = -1
+"""In a token's place: back to the first state."""
 LENGTH = struct.Struct("<Q")
 
 _STACK_BYTES = 512 << 20
 """The parser recurses over what is nested. Only what is touched takes memory."""
-_WHITESPACE = r"[ \t\r\n]{1,32}"
+WHITESPACE = r"[ \t\r\n]{1,32}"
 """Between the tokens of JSON. Bounded: a small model may otherwise write white space for ever."""
 
 
@@ -62,6 +65,8 @@ class Limits:
     """Processor time for a token: to take it in, and for the mask behind it. Ordinary ones take 0.1 to 5 ms."""
     memory_bytes: int = 256 << 20
     """Of the grammar and the parser's states. The schema of 50,000 texts takes 60 MB, an ordinary one 12."""
+    answer_bytes: int = 8 << 20
+    """More for every answer that is under way: each has states of its own, which grow with its length."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,9 @@ def _run_child(parser: Parser, limits: Limits, grammar: socket.socket) -> None:
     threading.stack_size(_STACK_BYTES)
     # The reserved stack is address space, not memory.
     most = _address_space() + _STACK_BYTES + limits.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    thread = threading.Thread(target=_Child(parser, limits, grammar).serve)
+    child = _Child(parser, limits, grammar, most)
+    child.limit_memory()
+    thread = threading.Thread(target=child.serve)
     thread.start()
     thread.join()
     os._exit(0)
@@ -151,14 +157,15 @@ class Parser:
 
         if kind == "json":
             source = LLMatcher.grammar_from_json_schema(
-                normalize_schema(text), defaults={"whitespace_pattern": _WHITESPACE}
+                normalize_schema(text), defaults={"whitespace_pattern": WHITESPACE}
             )
         elif kind == "choice":
             # One terminal, not as many as there are texts: those would be told apart at every byte.
             texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
             source = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         else:
-            source = grammar_from(kind, text)  # type: ignore[arg-type]
+            # That of calls is Lark, whatever it looks like.
+            source = grammar_from("lark" if kind == "calls" else kind, text)  # type: ignore[arg-type]
         matcher = LLMatcher(self.vocabulary, source, log_level=0, limits=self.limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
@@ -168,8 +175,13 @@ class Parser:
 class _Child:
     """Compiles one grammar and serves its sessions."""
 
-    def __init__(self, parser: Parser, limits: Limits, grammar: socket.socket) -> None:
+    def __init__(self, parser: Parser, limits: Limits, grammar: socket.socket, most_address_space: int) -> None:
+        """
+        Args:
+            most_address_space: bytes, without those of answers.
+        """
         self._parser, self._limits, self._grammar = parser, limits, grammar
+        self._most_address_space = most_address_space
         self._sessions: dict[int, tuple[socket.socket, LLMatcher]] = {}
         self._poll = select.poll()
         self._most_bytes = _resident() + limits.memory_bytes // 2
@@ -185,6 +197,13 @@ class _Child:
                     self._open()
                 elif descriptor in self._sessions:
                     self._advance(descriptor)
+
+    def limit_memory(self) -> None:
+        """Let the process have what the grammar may take, and what the answers under way may."""
+        most = self._most_address_space + len(self._sessions) * self._limits.answer_bytes
+        highest = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = most if highest == resource.RLIM_INFINITY else min(most, highest)
+        resource.setrlimit(resource.RLIMIT_AS, (most, highest))
 
     def _compile(self) -> bool:
         try:
@@ -217,6 +236,7 @@ class _Child:
             return
         session = socket.socket(fileno=descriptors[0])
         self._sessions[session.fileno()] = (session, self._matcher.deep_copy())
+        self.limit_memory()
         self._poll.register(session, select.POLLIN)
         self._answer(session, *self._first)
         # States of the parser are kept for all requests, and grow. Who needs the grammar later gets a new process.
@@ -234,8 +254,13 @@ class _Child:
             self._poll.unregister(session)
             session.close()
             del self._sessions[descriptor]
+            self.limit_memory()
             return
         token = TOKEN.unpack(message)[0]
+        if token == RESTART:
+            self._sessions[descriptor] = (session, self._matcher.deep_copy())
+            self._answer(session, *self._first)
+            return
         try:
             with _processor_time(self._limits.mask_seconds):
                 matcher.consume_token(token)
