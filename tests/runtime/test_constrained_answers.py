@@ -28,7 +28,7 @@ TOOLS = parse_tools(
         },
     ]
 )
-THINK_END = TOKENIZER.thinking_end_id
+THINK_END = TOKENIZER.thinking_end_id or -1
 CALL = r"<tool_call>(now|add\n?(<arg_key>n</arg_key>\n?<arg_value>-?[0-9]+</arg_value>)?)\n?</tool_call>"
 
 
