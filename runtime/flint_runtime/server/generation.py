@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flint_runtime.async_llm import AsyncLLM
@@ -62,6 +62,8 @@ class Generation:
         ]
         """By number of the answer."""
         self.usage = Usage(prompt_tokens=sum(len(request.choices[0].prompt) for request in requests))
+        self._error: str | None = None
+        """What ended an answer, and with it all of them."""
         self._cached = [0] * len(requests)
         self._last: list[RequestOutput | None] = [None] * len(requests)
 
@@ -76,10 +78,12 @@ class Generation:
             async with aclosing(self._merged()) as outputs:
                 async for prompt, output in outputs:
                     yield self._read(prompt, output)
+                    self._check_error()
             return
         async with aclosing(self._llm.stream(self.requests[0])) as stream:
             async for output in stream:
                 yield self._read(0, output)
+                self._check_error()
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The outputs of several requests as they come."""
@@ -111,6 +115,10 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _check_error(self) -> None:
+        if self._error is not None:
+            raise AnswerError(self._error)
+
     def _read(self, prompt: int, output: RequestOutput) -> Batch:
         usage, first = self.usage, prompt * self.n
         if output.num_cached_tokens > self._cached[prompt]:
@@ -118,8 +126,9 @@ class Generation:
             self._cached[prompt] = output.num_cached_tokens
         pieces = []
         for choice in output.outputs:
-            if choice.finish_reason == "error":
-                raise AnswerError(choice.error or "The engine ended this request with an error.")
+            if choice.finish_reason == "error":  # Raised behind what came before it.
+                self._error = choice.error or "The engine ended this request with an error."
+                choice = replace(choice, finish_reason=None)
             usage.completion_tokens += len(choice.token_ids)
             index = first + choice.index
             parser = self.parsers[index]
