@@ -42,16 +42,14 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
             await watching
 
     # Without pages of its own: they would load scripts from another host.
-    app = FastAPI(
-        title="Flint", lifespan=lifespan, root_path=settings.root_path, openapi_url=None, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="Flint", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.service = service
     for kind in (FlintError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     for path, api in _APIS.items():
         app.router.routes.append(Route(path, GenerationEndpoint(service, api()), methods=["POST"]))
     app.router.routes.extend([*token_routes(service), *operation_routes(service)])
-    app.add_middleware(Boundary, api_keys=settings.api_keys)
+    app.add_middleware(Boundary, api_keys=settings.api_keys, root_path=settings.root_path)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,

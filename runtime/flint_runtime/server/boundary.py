@@ -21,8 +21,8 @@ _OPEN_FOLDER = "/static/"
 class Boundary:
     """ASGI middleware, without a layer around `send`: a stream passes it for every token."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], root_path: str) -> None:
+        self._app, self._root_path = app, root_path.rstrip("/")
         self._keys = [sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -30,6 +30,8 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Routes are found behind it where a path begins with it: some proxies pass it on, others do not.
+        scope["root_path"] = self._root_path
         headers = dict(scope["headers"])
         given = usable_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         state = scope.setdefault("state", {})
@@ -45,7 +47,9 @@ class Boundary:
         """Raise ApiError unless the request has one of the keys, or needs none."""
         if not self._keys:
             return
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        path = scope["path"]
+        if path.startswith(f"{self._root_path}/"):
+            path = path[len(self._root_path) :]
         if path in _OPEN or (path.startswith(_OPEN_FOLDER) and ".." not in path):
             return
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")

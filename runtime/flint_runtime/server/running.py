@@ -76,7 +76,6 @@ def run_server(
                     access_log=False,
                     server_header=False,
                     backlog=_BACKLOG,
-                    root_path=settings.root_path,
                     timeout_graceful_shutdown=_LAST_WORDS_S,
                     **{name: str(path) for name, path in tls.items() if path is not None},  # type: ignore[arg-type]
                 )
