@@ -40,6 +40,7 @@ class ChatFormat:
         self._named_call = named_call
         self._reasoning = body.include_reasoning is not False
         self._top = body.top_logprobs or 0
+        self._continuous_usage = body.continuous_usage
         self._wants_extras = bool(body.logprobs) or bool(body.return_token_ids)
         self._common: dict[str, Any] = {"id": request_id, "created": created, "model": model}
         head = b"data: " + _dump({**self._common, "object": "chat.completion.chunk"})[:-1]
@@ -54,7 +55,7 @@ class ChatFormat:
 
     def batch(self, batch: Batch) -> bytes:
         """See `endpoint.Format`."""
-        tail = self._tail()
+        tail = b"]" + self._usage() + b"}\n\n" if self._continuous_usage else b"]}\n\n"
         chunks: list[bytes] = []
         for piece in batch.pieces:
             index = piece.answer
@@ -86,7 +87,7 @@ class ChatFormat:
         more = b""
         if self._body.return_token_ids:
             more = b',"prompt_token_ids":' + _dump(output.prompt_token_ids)
-        usage = self._usage() if self._body.continuous_usage else b""
+        usage = self._usage() if self._continuous_usage else b""
         return start + b'"role":"assistant","content":""' + _NOT_FINISHED + b"]" + more + usage + b"}\n\n"
 
     def _delta(self, event: Event) -> bytes | None:
@@ -130,9 +131,6 @@ class ChatFormat:
                 b"}",
             )
         )
-
-    def _tail(self) -> bytes:
-        return b"]" + self._usage() + b"}\n\n" if self._body.continuous_usage else b"]}\n\n"
 
     def _usage(self) -> bytes:
         return b',"usage":' + _dump(usage_fields(self._generation.usage))

@@ -65,6 +65,14 @@ def events(lines: Iterator[str]) -> list[Any]:
 def serving(llm: AsyncLLM, **settings: Any) -> Iterator[Served]:
     """Serve until the block ends."""
     app = create_app(llm, ServerSettings(**{"model_names": (MODEL,), **settings}))
+    limits = httpx.Limits(max_connections=None)
+    with running(app) as url, httpx.Client(base_url=url, timeout=30, limits=limits) as client:
+        yield Served(url, llm, app.state.service, client)
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """Run an ASGI application until the block ends: its address."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
@@ -75,9 +83,7 @@ def serving(llm: AsyncLLM, **settings: Any) -> Iterator[Served]:
     thread.start()
     try:
         until(lambda: server.started)
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=30, limits=httpx.Limits(max_connections=None)) as client:
-            yield Served(url, llm, app.state.service, client)
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(20)
