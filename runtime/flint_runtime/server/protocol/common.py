@@ -104,6 +104,11 @@ class SamplingFields(RequestModel):
             raise UsageError("prompt_embeds must be left out: a prompt is text or token ids here.")
         if self.lora_request is not None:
             raise UsageError("lora_request must be left out: there are no LoRA adapters here.")
+        if self.priority:
+            raise UsageError("priority must be 0 or left out: requests are served in their order.")
+        for name in ("thinking_token_budget", "cache_salt"):
+            if getattr(self, name) is not None:
+                raise UsageError(f"{name} must be left out: the engine cannot honour it yet.")
 
 
 _SAME_NAME = (
