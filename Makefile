@@ -17,7 +17,7 @@ empty :=
 space := $(empty) $(empty)
 CMAKE_TARGETS = --config-settings=cmake.define.FLINT_TARGETS="$(subst $(space),;,$(TARGETS))"
 
-.PHONY: help setup plugins wheel image demo test test-gpu sanitize fuzz lint format bench bench-gpu clean
+.PHONY: help setup plugins wheel image demo serve test test-gpu sanitize fuzz lint format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -36,7 +36,7 @@ plugins: .venv/.created  ## Compile the plugin library for TARGETS
 	@if [ -n "$$(find $(SOURCES) -type f -newer $(COMPILED) -not -name '*.py[co]' | head -1)" ] || \
 	    ! { $(foreach t,$(TARGETS),grep -qw $(t) $(COMPILED) &&) true; }; then \
 	  echo "Installing into .venv and compiling the plugin library for $(TARGETS)"; \
-	  $(BIN)/pip install --quiet --no-build-isolation --editable ".[reference,rtx,cuda,dev]" \
+	  $(BIN)/pip install --quiet --no-build-isolation --editable ".[reference,rtx,cuda,serve,dev]" \
 	    $(CMAKE_TARGETS) && echo $(TARGETS) > $(COMPILED); \
 	fi
 
@@ -70,6 +70,13 @@ demo: plugins  ## Build an engine from flint-nano and ask it something
 	@rm -rf $(ENGINE)
 	$(BIN)/build-engine tests/data/flint-nano --weights nvfp4 --target sm120 -o $(ENGINE)
 	$(BIN)/run-engine generate $(ENGINE) "What is 7 + 5?" --temperature 0
+
+# Of `make serve`.
+PORT ?= 8000
+serve: TARGETS := sm120
+serve: plugins  ## Serve flint-nano over HTTP at PORT, on the CPU
+	@[ -e $(ENGINE) ] || $(BIN)/build-engine tests/data/flint-nano --weights nvfp4 --target sm120 -o $(ENGINE)
+	$(BIN)/run-engine serve $(ENGINE) --executor reference --served-model-name flint-nano --port $(PORT)
 
 test: plugins  ## CPU tests, a process per core
 	$(BIN)/pytest -m "not gpu" -n auto --dist loadfile

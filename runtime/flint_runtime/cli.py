@@ -18,6 +18,7 @@ from flint_runtime.console import byte_progress, err, format_bytes, out, print_j
 from flint_runtime.engine import Engine, damaged_files, read_manifest
 from flint_runtime.errors import EngineError, FlintError, UsageError, foreign_errors
 from flint_runtime.executors import ExecutorChoice
+from flint_runtime.server.command import serve
 
 if TYPE_CHECKING:
     from flint_runtime.engine_core import CoreConfig
@@ -35,6 +36,8 @@ app = typer.Typer(
 
 EngineArgument = Annotated[Path, typer.Argument(help="Engine directory.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one machine-readable report on stdout.")]
+
+app.command()(serve)
 
 
 @app.command()

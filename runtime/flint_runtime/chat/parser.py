@@ -1,456 +1,407 @@
-"""GlmParser: thinking, content and tool calls in what a GLM-4.5 or GLM-4.7 style model writes.
-
-One state machine for streamed answers and whole ones: how the text is cut into pieces changes nothing but how the
-events are cut. What is sent cannot be taken back, so the first reading of a doubtful passage stays.
-
-A marker is a token, told by `marks`; the same characters spelled by ordinary tokens are text. Decisions where the
-output is not as the template has it:
-
-- An undeclared name, a call that is no call, and any call where none may be made: content, verbatim; in the thinking
-  part, more of that. A call of a declared tool ends the thinking part.
-- White space beside a marker is dropped, in content and around the thinking part; never in a value.
-- The model ended a call without its last markers: they are taken as written. It was cut off, by a limit or a stop text:
-  the call stays unfinished, for a command that is cut in the middle but parses is worse than one that does not parse.
-- The thinking part never ended, but the answer did: then the answer is in it. It was sent as reasoning, so it is sent
-  once more as content.
-"""
+"""GlmParser: from an answer's tokens to reasoning, content and calls, the same for a stream and for a whole answer."""
 
 from __future__ import annotations
 
-import json
 import secrets
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum, auto
-from typing import Any
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 
-from flint_runtime.chat.argument_values import ArgumentTypes, string_json, value_json
+from flint_runtime.chat.argument_values import (
+    STRING,
+    ArgumentTypes,
+    escaped,
+    object_to_json,
+    quoted,
+    read_json,
+    to_json,
+)
 from flint_runtime.chat.events import CallArguments, CallEnd, CallStart, ContentText, Event, ReasoningText
 from flint_runtime.chat.tools import FunctionTool
+from flint_runtime.request import FinishReason
 from flint_runtime.tokenizer import Tokenizer
 
-FORMATS = ("glm45", "glm47")
-"""Names of this format, as vLLM's flags have them."""
 
-_SPACE = " \t\r\n"
-
-
-class _State(IntEnum):  # its hash is quick, and there is one look-up per token
-    REASONING = auto()
-    CONTENT = auto()
+class _State(Enum):
+    PROSE = auto()
+    """Reasoning or content."""
     NAME = auto()
-    """Behind <tool_call>: it is not known yet whether this is a call."""
-    VERBATIM = auto()
-    """In what looks like a call and is none."""
-    PAIRS = auto()
-    """In a call, behind its name or a value."""
+    JSON = auto()
+    """A call that is written as one JSON object."""
     KEY = auto()
+    AFTER_KEY = auto()
     VALUE = auto()
+    SKIPPED_VALUE = auto()
+    """It has no key, or one that came before."""
+    BETWEEN = auto()
+    """Behind a value."""
+    VERBATIM = auto()
+    """In a call of a function that nobody declared: it is prose, markup and all."""
+    VERBATIM_VALUE = auto()
 
 
 class GlmParser:
-    """Reads one answer.
+    """Parses one answer in the format of GLM-4.5 and GLM-4.7.
+
+    White space is dropped at both ends of each reasoning part, and of content beside a marker. A call of an undeclared
+    function, and with `calls` off every call, is text of the part in which it stands. A call that the limit cut off is
+    never closed; one that the model itself ended, however sloppily, is closed to valid JSON.
+
+    An answer that the model ends without `</think>` was, for all that a stream could know, reasoning, and a stream
+    cannot take back what it sent. So it stays reasoning, and as nothing else was answered, its text is content too, in
+    one last event, in both modes alike: a client that reads only content gets the answer.
 
     Attributes:
-        reasoning_tokens: tokens of the thinking part so far, without markers and end tokens.
-        num_calls: calls so far.
+        num_calls: calls that have begun.
+        unfinished_call: after `finish`: whether the last call was cut off. Its finish_reason must be "length".
     """
 
     def __init__(
         self, tokenizer: Tokenizer, tools: Mapping[str, FunctionTool], *, thinking: bool, calls: bool = True
     ) -> None:
-        """
+        """Start an answer.
+
         Args:
-            tools: by name; only their calls are calls.
-            thinking: the prompt leaves the thinking part open (`Tokenizer.opens_thinking`).
-            calls: calls may be made.
+            tools: what may be called, by name.
+            thinking: the prompt ends inside the thinking part, see Tokenizer.opens_thinking.
+            calls: whether calls are looked for; off for tool_choice "none".
         """
         self._markers = tokenizer.markers
-        self._uncounted = self._markers.keys() | set(tokenizer.eos_token_ids)
-        self._tools = tools
-        self._calls = calls and bool(tools)
-        self.reasoning_tokens = self.num_calls = 0
-        self._counting = thinking
-        self._state = _State.REASONING if thinking else _State.CONTENT
-        self._reasoning, self._content = _Trimmed(), _Trimmed()
-        self._thoughts: list[str] = []
-        self._answered = False
-        """Whether there is content or a call."""
+        self._no_text = frozenset(self._markers) | frozenset(tokenizer.eos_token_ids)
+        self._tools, self._names, self._calls = tools, sorted(tools), calls
         self._events: list[Event] = []
-        # What has arrived of the text, and the markers in it.
+        # Where the parser is in the text, and what it has not taken in: the beginning of a marker.
+        self._offset, self._waiting = 0, ""
         self._marks: deque[tuple[int, int]] = deque()
-        self._position = 0
-        self._rest = ""
-        # Of the call at hand.
+        # Tokens before each marker that the text has not reached, and behind the last.
+        self._runs: deque[tuple[int, int]] = deque()
+        self._tail = self._settled = 0
+        # Prose.
+        self._state = _State.PROSE
+        self._reasoning = thinking
+        self._edge = thinking  # white space here is dropped
+        self._space: list[str] = []  # it is dropped if a marker follows
+        self._answered = False
+        self._thought: list[str] = []
+        # A call.
+        self.num_calls = 0
+        self.unfinished_call = False
         self._raw: list[str] = []
-        """The call as written, while it may be none."""
-        self._written: list[str] = []
-        """The name, key or value so far, if it is not sent piece by piece."""
-        self._in_reasoning = False
-        """Whether the call at hand begins in the thinking part."""
-        self._arguments = _Arguments({})
-        self._text: dict[_State, Callable[[str], None]] = {
-            _State.REASONING: self._add_reasoning,
-            _State.CONTENT: self._add_content,
-            _State.NAME: self._add_name,
-            _State.VERBATIM: self._add_verbatim,
-            _State.PAIRS: lambda text: None,
-            _State.KEY: self._written_add,
-            _State.VALUE: self._add_value,
-        }
+        self._name, self._name_ended = "", False
+        self._types = ArgumentTypes({})
+        self._keys: set[str] = set()
+        self._pieces: list[str] = []  # of a key, or of a value that is sent when closed
+        self._value_types: frozenset[str] | None = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far, without markers."""
+        return self._settled + (self._tail if self._reasoning and not self._runs else 0)
 
     def feed(self, text: str, token_ids: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[Event]:
-        """Read what is new of the answer.
-
-        Args:
-            text, token_ids: of a CompletionOutput.
-            marks: its marks: offset in the answer's whole text, and token id, of each marker.
-        Returns:
-            what it shows to have come.
-        """
-        if self._counting or marks:
-            self._count(token_ids)
-        if marks or self._marks:
+        """Take in more of the answer, as a CompletionOutput of kind DELTA has it: what is certain now."""
+        for token in token_ids:
+            if token not in self._no_text:
+                self._tail += 1
+            elif token in self._markers:
+                self._runs.append((self._tail, token))
+                self._tail = 0
+        if marks:
             self._marks.extend(marks)
-            self._split(text)
-        elif text:
-            self._position += len(text)
-            self._text[self._state](text)
-        return self._take()
-
-    def finish(self, finish_reason: str, stop_reason: int | str | None = None) -> list[Event]:
-        """No more comes.
-
-        Args:
-            finish_reason, stop_reason: of the last CompletionOutput. "stop" without a reason: the model ended it.
-        """
-        if self._rest:  # A stop text has taken the end of a marker.
-            self._text[self._state](self._rest)
-            self._rest = ""
-        ended = finish_reason == "stop" and stop_reason is None
-        if self._state in (_State.NAME, _State.PAIRS, _State.KEY, _State.VALUE):
-            if ended:
-                self._end_call()
-            elif self._state is _State.NAME:
-                self._no_call()
-        self._send_content(self._content.rest())
-        if self._state is _State.REASONING and ended and not self._answered:
-            self._send_content("".join(self._thoughts))
-        return self._take()
-
-    def _take(self) -> list[Event]:
+        if self._waiting:
+            text, self._waiting = self._waiting + text, ""
+        if self._marks:
+            text = self._take_marked(text)
+        if text:
+            self._offset += len(text)
+            self._take_text(text)
         events, self._events = self._events, []
         return events
 
-    def _count(self, token_ids: Sequence[int]) -> None:
-        """Count tokens of the thinking part; they may be ahead of the text."""
-        for token in token_ids:
-            if token not in self._uncounted:
-                self.reasoning_tokens += self._counting
-            elif (marker := self._markers.get(token)) is not None:
-                if marker == "<think>":
-                    self._counting = True
-                elif marker == "</think>" or (marker == "<tool_call>" and self._calls):
-                    self._counting = False
+    def finish(self, finish_reason: FinishReason, stop_reason: int | str | None = None) -> list[Event]:
+        """Nothing more comes.
 
-    def _split(self, text: str) -> None:
-        """Read text with markers in it; one of which not all has come waits."""
-        text, self._rest = self._rest + text, ""
+        Args:
+            stop_reason: of the CompletionOutput: the client's own stop, which cuts a call off as the limit does.
+        """
+        if self._waiting:  # a marker that a stop text cut off
+            self._take_text(self._waiting)
+            self._waiting = ""
+        ended = finish_reason == "stop"
+        if self._state in (_State.NAME, _State.JSON):
+            if ended and stop_reason is None:
+                self._end_name()
+            else:
+                self._give_up_call()
+        elif self._in_call():
+            if ended and stop_reason is None:
+                self._end_call()
+            else:
+                self.unfinished_call = True
+        for count, _ in self._runs:
+            self._tail += count
+        self._runs.clear()
+        if self._reasoning:
+            if ended and not self._answered and self._thought:
+                self._events.append(ContentText("".join(self._thought)))
+        elif self._space and not self._edge:
+            self._events.append(ContentText("".join(self._space)))
+        self._space, self._thought = [], []
+        events, self._events = self._events, []
+        return events
+
+    def _take_marked(self, text: str) -> str:
+        """Take in text up to the last mark that is complete: what is left, if it is certain to be text."""
+        base, taken = self._offset, 0
         while self._marks:
             offset, token = self._marks[0]
-            marker = self._markers[token]
-            begin = offset - self._position
-            if begin >= len(text):
+            start, marker = offset - base, self._markers.get(token, "")
+            if start >= len(text):
                 break
-            if begin > 0:
-                self._text[self._state](text[:begin])
-                text, self._position = text[begin:], offset
-            if len(text) < len(marker):
-                self._rest = text
-                return
+            if start < taken or not marker:
+                self._marks.popleft()
+                continue
+            if start > taken:
+                self._take_text(text[taken:start])
+            end = start + len(marker)
+            taken = start
+            if end > len(text):
+                self._waiting, self._offset = text[start:], base + start
+                return ""
             self._marks.popleft()
-            text, self._position = text[len(marker) :], offset + len(marker)
-            self._mark(marker)
-        if text:
-            self._position += len(text)
-            self._text[self._state](text)
+            if text.startswith(marker, start):
+                self._settle(token)
+                self._take_marker(marker)
+                taken = end
+        self._offset = base + taken
+        return text[taken:]
 
-    # --- Markers ------------------------------------------------------------------------------------------------------
+    def _settle(self, marker: int) -> None:
+        """Count the tokens that stand before a marker."""
+        reasoning = self._reasoning and self._state in (_State.PROSE, _State.VERBATIM, _State.VERBATIM_VALUE)
+        while self._runs:
+            count, token = self._runs.popleft()
+            self._settled += count if reasoning else 0
+            if token == marker:
+                break
 
-    def _mark(self, marker: str) -> None:
+    def _in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._state in _IN_CALL
+
+    def _take_text(self, text: str) -> None:
         state = self._state
-        if state is _State.REASONING:
-            self._mark_reasoning(marker)
-        elif state is _State.CONTENT:
-            self._mark_content(marker)
+        if state is _State.VALUE:
+            if self._value_types is STRING:
+                self._arguments(escaped(text))
+            else:
+                self._pieces.append(text)
+        elif state in _IS_PROSE:
+            self._prose(text)
         elif state is _State.NAME:
-            self._mark_name(marker)
-        elif state is _State.VERBATIM:
-            self._mark_verbatim(marker)
-        elif state is _State.VALUE and marker not in ("</arg_value>", "<arg_key>", "</tool_call>"):
-            self._add_value(marker)
-        else:
-            self._mark_pairs(marker)
+            self._take_name(text)
+        elif state is _State.JSON:
+            self._raw.append(text)
+        elif state is _State.KEY:
+            self._pieces.append(text)
 
-    def _mark_reasoning(self, marker: str) -> None:
-        if marker == "</think>":
-            self._end_reasoning()
-            self._state = _State.CONTENT
-        elif marker == "<tool_call>" and self._calls:
-            self._begin_name()
-        elif marker != "<think>":
-            self._add_reasoning(marker)
-
-    def _mark_content(self, marker: str) -> None:
-        if marker == "<think>":
-            self._content.drop()
-            self._state = _State.REASONING
-        elif marker == "</think>":
-            self._content.drop()
-        elif not self._calls:
-            self._add_content(marker)
-        elif marker == "<tool_call>":
-            self._begin_name()
-        elif marker == "</tool_call>":
-            self._content.drop()
-
-    def _begin_name(self) -> None:
-        self._in_reasoning = self._state is _State.REASONING
-        self._state = _State.NAME
-        self._raw, self._written = ["<tool_call>"], []
-
-    def _mark_name(self, marker: str) -> None:
-        name = "".join(self._written).strip()
-        if marker == "<tool_call>":
-            self._end_call()
-            self._begin_name()
-        elif marker == "</tool_call>":
-            self._raw.append(marker)
-            self._end_call()
-        elif name in self._tools:
-            self._start_call(name)
-            self._mark_pairs(marker)
-        else:
-            is_none = bool(name) and not name.startswith("{")
-            if self._in_reasoning and (is_none or marker == "</think>"):
-                self._no_call()
-                self._mark(marker)
+    def _prose(self, text: str) -> None:
+        if self._edge:
+            text = text.lstrip()
+            if not text:
                 return
+            self._edge = False
+        body = text.rstrip()
+        if not body:
+            self._space.append(text)
+            return
+        space = text[len(body) :]
+        if self._space:
+            body = "".join(self._space) + body
+            self._space = []
+        if space:
+            self._space.append(space)
+        if self._reasoning:
+            self._events.append(ReasoningText(body))
+            if not self._answered:
+                self._thought.append(body)
+        else:
+            self._events.append(ContentText(body))
+            self._answer()
+
+    def _answer(self) -> None:
+        """There is something besides reasoning."""
+        if not self._answered:
+            self._answered, self._thought = True, []
+
+    def _take_marker(self, marker: str) -> None:
+        if self._state in _IS_PROSE:
+            self._marker_in_prose(marker)
+        elif self._state is _State.NAME:
+            self._marker_in_name(marker)
+        elif self._state is _State.JSON:
             self._raw.append(marker)
-            if is_none:
-                self._no_call()
-            elif name:
-                self._written.append(marker)
+            if marker == "</tool_call>":
+                self._end_name()
+        else:
+            self._marker_in_call(marker)
 
-    def _mark_verbatim(self, marker: str) -> None:
-        if marker == "<tool_call>":
-            self._begin_name()
-            return
-        self._send_content(marker)
-        if marker == "</tool_call>":
-            self._state = _State.CONTENT
-            self._content = _Trimmed(begun=True)
+    def _marker_in_prose(self, marker: str) -> None:
+        state, inside = self._state, self._state is _State.VERBATIM_VALUE
+        if marker in _THINK and not inside:
+            self._state = _State.PROSE
+            self._part(reasoning=marker == "<think>")
+        elif marker == "<tool_call>" and self._calls and not inside:
+            self._state = _State.NAME
+            self._raw, self._name, self._name_ended = [marker], "", False
+        elif state is not _State.PROSE or not self._calls:
+            self._prose(marker)
+            if state is not _State.PROSE:
+                self._state = _VERBATIM_NEXT.get(marker, state)
+        else:  # a stray one
+            self._part(reasoning=self._reasoning)
 
-    def _mark_pairs(self, marker: str) -> None:
-        """A marker in a call whose name is known."""
-        arguments = self._arguments
-        if marker == "</tool_call>":
-            self._end_call()
-        elif marker == "<tool_call>":
-            self._end_call()
-            self._begin_name()
-        elif marker == "<arg_key>":
-            self._end_value()
-            self._send_arguments(arguments.begin())
-            self._state, self._written = _State.KEY, []
-        elif marker == "</arg_key>":
-            if self._state is _State.KEY:
-                arguments.key = "".join(self._written).strip()
-                self._state = _State.PAIRS
-        elif marker == "<arg_value>":
-            if self._state is _State.KEY:
-                arguments.key = "".join(self._written).strip()
-            self._state, self._written = _State.VALUE, []
-            self._send_arguments(arguments.begin_value())
-        elif marker == "</arg_value>" and self._state is _State.VALUE:
-            self._end_value()
-            self._state = _State.PAIRS
+    def _part(self, *, reasoning: bool) -> None:
+        """A part of the prose ends, and another begins."""
+        if reasoning != self._reasoning:
+            self._thought = []
+        self._reasoning, self._space, self._edge = reasoning, [], True
 
-    # --- Text ---------------------------------------------------------------------------------------------------------
-
-    def _add_reasoning(self, text: str) -> None:
-        text = self._reasoning.add(text)
-        if text:
-            self._events.append(ReasoningText(text))
-            self._thoughts.append(text)
-
-    def _end_reasoning(self) -> None:
-        self._reasoning.drop()
-        self._answered = True  # What comes is the answer, even if nothing does.
-
-    def _add_content(self, text: str) -> None:
-        self._send_content(self._content.add(text))
-
-    def _send_content(self, text: str) -> None:
-        if text:
-            self._answered = True
-            self._events.append(ContentText(text))
-
-    def _written_add(self, text: str) -> None:
-        self._written.append(text)
-
-    def _add_name(self, text: str) -> None:
+    def _take_name(self, text: str) -> None:
+        """More of a name. As soon as it can be none that is declared, it is prose."""
         self._raw.append(text)
-        self._written.append(text)
-
-    def _add_verbatim(self, text: str) -> None:
-        self._send_content(text)
-
-    def _add_value(self, text: str) -> None:
-        if self._arguments.streams:
-            self._send_arguments(string_json(text))
-        elif self._arguments.key:
-            self._written.append(text)
-
-    # --- Calls --------------------------------------------------------------------------------------------------------
-
-    def _no_call(self) -> None:
-        """What began as a call is none: it is content, with the white space before it, or more of the thinking part."""
-        if self._in_reasoning:
-            self._add_reasoning("".join(self._raw))
-            self._state = _State.REASONING
+        body = text.strip()
+        if not body:
+            self._name_ended = self._name_ended or bool(self._name)
             return
-        self._send_content(self._content.rest())
-        self._send_content("".join(self._raw))
-        self._state = _State.VERBATIM
+        if not self._name and body[0] == "{":
+            self._state = _State.JSON
+            return
+        ended = self._name_ended or bool(self._name and text[0].isspace())
+        self._name += body
+        self._name_ended = text[-1].isspace()
+        place = bisect_left(self._names, self._name)
+        if ended or place == len(self._names) or not self._names[place].startswith(self._name):
+            self._give_up_call()
 
-    def _start_call(self, name: str) -> None:
-        if self._in_reasoning:
-            self._end_reasoning()
-        self._content.drop()
-        self._answered = True
-        self._arguments = _Arguments(self._tools[name].parameters)
+    def _marker_in_name(self, marker: str) -> None:
+        if marker not in _AFTER_NAME:  # a stray one
+            self._raw.append(marker)
+        elif marker == "</tool_call>":
+            if self._name in self._tools:
+                self._end_name()
+            else:
+                self._give_up_call()
+                self._take_marker(marker)
+        elif self._name in self._tools:
+            self._start_call(self._name)
+            self._take_marker(marker)
+        else:
+            self._give_up_call()
+            self._take_marker(marker)
+
+    def _give_up_call(self) -> None:
+        """What was taken for a call is prose."""
+        raw, self._raw, self._state = "".join(self._raw), [], _State.VERBATIM
+        self._prose(raw)
+
+    def _end_name(self) -> None:
+        """The call ends with its name, or with the object that it is written as."""
+        if self._state is _State.NAME and self._name in self._tools:
+            self._start_call(self._name, "{}")
+            self._leave_call()
+            return
+        found = self._json_call() if self._state is _State.JSON else None
+        if found is None:
+            self._give_up_call()
+            self._state = _State.PROSE
+        else:
+            self._start_call(*found)
+            self._leave_call()
+
+    def _json_call(self) -> tuple[str, str] | None:
+        """Name and arguments of a call that is written as an object; None if it is no call of a declared function."""
+        text = "".join(self._raw).removeprefix("<tool_call>").removesuffix("</tool_call>")
+        try:
+            call = read_json(text)
+            arguments = call.get("arguments")
+            arguments = read_json(arguments) if isinstance(arguments, str) else arguments
+            name = call.get("name")
+            if isinstance(name, str) and name in self._tools and isinstance(arguments, dict | None):
+                return name, object_to_json(arguments or {})
+        except (ValueError, RecursionError):
+            pass
+        return None
+
+    def _start_call(self, name: str, arguments: str = "{") -> None:
+        self._part(reasoning=False)
+        self._answer()
+        self._raw, self._keys, self._state = [], set(), _State.BETWEEN
+        self._types = ArgumentTypes(self._tools[name].parameters)
         self._events.append(CallStart(self.num_calls, f"call_{secrets.token_hex(12)}", name))
         self.num_calls += 1
-        self._state = _State.PAIRS
+        self._arguments(arguments)
 
-    def _end_call(self) -> None:
-        """The model ended a call, or what began as one."""
-        if self._state is _State.NAME:
-            name = "".join(self._written).strip()
-            if name in self._tools:
-                self._start_call(name)
-            elif not self._json_call(name):
-                self._no_call()
-                if self._state is _State.VERBATIM:
-                    self._state, self._content = _State.CONTENT, _Trimmed(begun=True)
-                return
-        self._end_value()
-        self._send_arguments(self._arguments.end())
-        self._events.append(CallEnd(self.num_calls - 1))
-        self._state = _State.CONTENT
-        self._content = _Trimmed()
+    def _arguments(self, text: str) -> None:
+        self._events.append(CallArguments(self.num_calls - 1, text))
 
-    def _json_call(self, text: str) -> bool:
-        """Start a call that is written as a JSON object with name and arguments; whether it is one."""
-        try:
-            found: Any = json.loads(text)
-            arguments = found.get("arguments", {}) if isinstance(found, dict) else None
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
-            if not isinstance(arguments, dict) or found.get("name") not in self._tools:
-                return False
-            written = json.dumps(arguments, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            return False
-        self._start_call(found["name"])
-        self._arguments.whole = written
-        return True
+    def _marker_in_call(self, marker: str) -> None:
+        state = self._state
+        if marker == "</tool_call>":
+            self._end_call()
+        elif state is _State.VALUE or state is _State.SKIPPED_VALUE:
+            if marker == "</arg_value>":
+                self._end_value()
+            else:
+                self._take_text(marker)
+        elif marker == "<tool_call>":
+            self._end_call()
+            self._marker_in_prose(marker)
+        elif marker == "<arg_key>":
+            self._state, self._pieces = _State.KEY, []
+        elif marker == "</arg_key>" and state is _State.KEY:
+            self._state = _State.AFTER_KEY
+        elif marker == "<arg_value>":
+            self._start_value("".join(self._pieces).strip() if state is not _State.BETWEEN else "")
+
+    def _start_value(self, key: str) -> None:
+        self._pieces = []
+        if not key or key in self._keys:
+            self._state = _State.SKIPPED_VALUE
+            return
+        self._state = _State.VALUE
+        self._value_types = self._types.of(key)
+        if self._value_types == STRING:
+            self._value_types = STRING
+        before = f"{', ' if self._keys else ''}{quoted(key)}: "
+        self._keys.add(key)
+        self._arguments(before + '"' if self._value_types is STRING else before)
 
     def _end_value(self) -> None:
         if self._state is _State.VALUE:
-            self._send_arguments(self._arguments.end_value("".join(self._written)))
+            text, self._pieces = "".join(self._pieces), []
+            self._arguments('"' if self._value_types is STRING else to_json(text, self._value_types))
+        self._state = _State.BETWEEN
 
-    def _send_arguments(self, text: str) -> None:
-        if text:
-            self._events.append(CallArguments(self.num_calls - 1, text))
+    def _end_call(self) -> None:
+        self._end_value()
+        self._arguments("}")
+        self._leave_call()
 
-
-class _Trimmed:
-    """A text without white space at its ends, piece by piece: what may stand at the end is held back."""
-
-    def __init__(self, begun: bool = False) -> None:
-        self._begun = begun
-        self._held: list[str] = []
-
-    def add(self, text: str) -> str:
-        """What may be sent now."""
-        kept = text.rstrip(_SPACE)
-        if not kept:
-            if self._begun:
-                self._held.append(text)
-            return ""
-        if not self._begun:
-            self._begun = True
-            rest, kept = text[len(kept) :], kept.lstrip(_SPACE)
-        else:
-            rest = text[len(kept) :]
-        if self._held:
-            kept = "".join(self._held) + kept
-            self._held = []
-        if rest:
-            self._held.append(rest)
-        return kept
-
-    def drop(self) -> None:
-        """A marker follows: no white space before it, none behind it."""
-        self._begun, self._held = False, []
-
-    def rest(self) -> str:
-        """What was held back, where no marker follows."""
-        held, self._held = "".join(self._held), []
-        return held
+    def _leave_call(self) -> None:
+        self._events.append(CallEnd(self.num_calls - 1))
+        self._state, self._pieces = _State.PROSE, []
+        self._part(reasoning=False)
 
 
-class _Arguments:
-    """The JSON object of a call's arguments. Its methods return what is new of it."""
-
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        self._types = ArgumentTypes(schema)
-        self._keys: set[str] = set()
-        self._opened = False
-        self.key = ""
-        """Of the value that comes next; empty: of none, and the value is dropped."""
-        self.streams = False
-        """Whether the value at hand is a string that is sent as it comes."""
-        self.whole = ""
-        """The object, where it came as JSON."""
-
-    def begin(self) -> str:
-        """A key begins."""
-        self.key, self.streams = "", False
-        opened, self._opened = self._opened, True
-        return "" if opened else "{"
-
-    def begin_value(self) -> str:
-        """A value begins. The first one of a key counts: it is already sent."""
-        if not self.key or self.key in self._keys:
-            self.key = ""
-            return ""
-        comma = ", " if self._keys else "" if self._opened else "{"
-        self._opened = True
-        self._keys.add(self.key)
-        self.streams = self._types.of(self.key) == {"string"}
-        return f'{comma}"{string_json(self.key)}": ' + ('"' if self.streams else "")
-
-    def end_value(self, text: str) -> str:
-        """A value is complete; `text` is what was not sent of it."""
-        streams, key = self.streams, self.key
-        self.streams, self.key = False, ""
-        if streams:
-            return '"'
-        return value_json(text, self._types.of(key)) if key else ""
-
-    def end(self) -> str:
-        """The call is complete."""
-        return self.whole or ("}" if self._opened else "{}")
+_THINK = frozenset({"<think>", "</think>"})
+_AFTER_NAME = frozenset({"<arg_key>", "<arg_value>", "<tool_call>", "</tool_call>"})
+"""What ends a name. Others are stray there."""
+_IS_PROSE = frozenset({_State.PROSE, _State.VERBATIM, _State.VERBATIM_VALUE})
+_IN_CALL = frozenset({_State.KEY, _State.AFTER_KEY, _State.VALUE, _State.SKIPPED_VALUE, _State.BETWEEN})
+_VERBATIM_NEXT = {
+    "<arg_value>": _State.VERBATIM_VALUE,
+    "</arg_value>": _State.VERBATIM,
+    "</tool_call>": _State.PROSE,
+}

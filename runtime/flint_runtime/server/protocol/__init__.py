@@ -1,0 +1,1 @@
+"""Request bodies: which fields there are, and their types. Their ranges are checked by whoever uses them."""
