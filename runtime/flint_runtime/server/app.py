@@ -23,6 +23,7 @@ from flint_runtime.server.endpoint import Api, GenerationEndpoint
 from flint_runtime.server.errors import error_reply
 from flint_runtime.server.messages import message_routes
 from flint_runtime.server.operation import operation_routes
+from flint_runtime.server.responses import response_routes
 from flint_runtime.server.service import Service
 from flint_runtime.server.settings import ServerSettings
 from flint_runtime.server.tokens import token_routes
@@ -49,7 +50,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.add_exception_handler(kind, _answer_error)
     for path, api in _APIS.items():
         app.router.routes.append(Route(path, GenerationEndpoint(service, api()), methods=["POST"]))
-    for routes in (token_routes, message_routes, operation_routes):
+    for routes in (token_routes, message_routes, response_routes, operation_routes):
         app.router.routes.extend(routes(service))
     app.add_middleware(Boundary, api_keys=settings.api_keys, root_path=settings.root_path)
     app.add_middleware(

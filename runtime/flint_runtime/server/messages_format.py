@@ -67,14 +67,14 @@ class MessagesFormat:
             said.append(self._delta + _dump(event.text) + b"}}\n\n")
         elif isinstance(event, ReasoningText):
             if self._open != "thinking":
-                block = {"type": "thinking", "thinking": "", "signature": ""}
-                self._start(block, b'{"type":"thinking_delta","thinking":', said)
+                thought = {"type": "thinking", "thinking": "", "signature": ""}
+                self._start(thought, b'{"type":"thinking_delta","thinking":', said)
             if self._shows_thinking:
                 said.append(self._delta + _dump(event.text) + b"}}\n\n")
         elif isinstance(event, CallArguments):
             said.append(self._delta + _dump(event.text) + b"}}\n\n")
         elif isinstance(event, CallStart):
-            block = {"type": "tool_use", "id": event.call_id, "name": event.name, "input": {}}
+            block: dict[str, Any] = {"type": "tool_use", "id": event.call_id, "name": event.name, "input": {}}
             self._start(block, b'{"type":"input_json_delta","partial_json":', said)
         elif isinstance(event, CallEnd):
             self._close(said)
@@ -171,4 +171,3 @@ class MessagesFormat:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _dump({"type": kind, **fields}))
-

@@ -76,7 +76,7 @@ def test_whole(server: Served) -> None:
     usage, answer = message["usage"], TOKENIZER.encode("7 + 5 is 12.</think>It is 12.")
     assert usage["output_tokens"] == len(answer) + 1 and usage["input_tokens"] > 5
     assert usage["cache_read_input_tokens"] == usage["cache_creation_input_tokens"] == 0
-    assert usage["output_tokens_details"]["thinking_tokens"] == answer.index(TOKENIZER.thinking_end_id)
+    assert usage["output_tokens_details"]["thinking_tokens"] == answer.index(TOKENIZER.thinking_end_id)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["7 + 5 is 12.</think>It is 12.", CALLS, "</think>Hm.", "</think>", "A thought"])
@@ -133,7 +133,7 @@ def test_numbers_of_any_size(server: Served) -> None:
     generation = SimpleNamespace(parsers=[None], usage=Usage())
     form = MessagesFormat(generation, message_id="m", model="x", shows_thinking=True)  # type: ignore[arg-type]
     events = [CallStart(0, "c", "add"), CallArguments(0, '{"n": 12345678901234567890123}'), CallEnd(0)]
-    output = CompletionOutput(0, "", [1], None, "stop")
+    output = CompletionOutput(0, "", [1], 0.0, finish_reason="stop")
     batch = Batch(0, None, [Piece(0, events, output)])  # type: ignore[arg-type]
     assert b'"input":{"n": 12345678901234567890123}' in form.whole([batch])
 
