@@ -48,7 +48,7 @@ def test_a_conversation_with_two_tools(client: OpenAI) -> None:
     client.responses.delete(last.id)
     # The same with the whole conversation in the input.
     whole = [{"role": "user", "content": WEATHER_QUESTION}, *first.output, *outputs]
-    assert client.responses.create(input=whole, store=False, **asked).output_text == ANSWER  # type: ignore[call-overload]
+    assert client.responses.create(input=whole, store=False, **asked).output_text == ANSWER
 
 
 def test_a_form_of_the_answer(client: OpenAI) -> None:
