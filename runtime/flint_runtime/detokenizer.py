@@ -48,6 +48,11 @@ class Detokenizer:
         self._blank = not thinking
         """Whether the answer could still begin with a thinking part."""
         self._held = ""
+        self._length = 0
+        """Characters of the whole text so far, held ones included."""
+        self.marks: list[tuple[int, int]] = []
+        """Of each marker token: the offset of its first character in the whole text, and its id. A stop text may have
+        cut it off: then it lies, or ends, beyond the text."""
         self.stop_text: str | None = None
         """The stop text that ended the answer."""
 
@@ -57,6 +62,11 @@ class Detokenizer:
             return ""
         self._tokens += 1
         piece = self._stream.add([token_id])
+        self._length += len(piece)
+        marker = self._tokenizer.markers.get(token_id)
+        # Before it may stand U+FFFD for a character that it broke off. A special token may have no text.
+        if marker is not None and piece.endswith(marker):
+            self.marks.append((self._length - len(marker), token_id))
         # The tokens of these marks are no content, nor are those before min_tokens: they cannot be in a stop text.
         if token_id == self._tokenizer.thinking_start_id and self._blank:
             self._thinking = True

@@ -3,8 +3,10 @@
 Step n + 1 is scheduled, built and submitted while the device runs step n; only then are step n's tokens read. A stream
 whose last token is not read yet takes it from its slot on the device. So the end of a stream at a stop token is seen a
 step late: the token that was drawn behind it is dropped. Streams whose next step depends on their last token (a
-grammar, speculation) sit out the step that is submitted before it is read. Grammars are parsed in other processes: who
-waits for one that takes long sits out more steps, and the others do not wait.
+grammar, speculation) sit out the step that is submitted before it is read. In a free part of a grammar (thinking, the
+text around calls) only a few tokens change what may follow: there a stream runs ahead, and where one of them was drawn,
+what was drawn behind it is dropped, and drawn again. Grammars are parsed in other processes: who waits for one that
+takes long sits out more steps, and the others do not wait.
 
 What goes wrong with one request, when it is begun, drawn for or read, ends that request. A step that fails ends those
 in it, and whoever else is running is computed again. Whatever cuts a change short, Ctrl-C among it, leaves a mark; then
@@ -19,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from flint_runtime import arguments
@@ -127,6 +129,8 @@ class _InFlight:
     submitted: float
     done: float | None
     """When it was seen done."""
+    dropped: set[Sequence] = field(default_factory=set)
+    """Sequences whose draws do not count: the token before them changed what their grammar allows."""
 
 
 class EngineCore:
@@ -411,15 +415,19 @@ class EngineCore:
         """Prepare the sampling state of a sequence that got a place."""
         if sequence.request.scheduled is None:
             sequence.request.scheduled = time.monotonic()
+        self._set_sampling_state(sequence)
+        sequence.prompt_logprobs = [None]
+
+    def _set_sampling_state(self, sequence: Sequence) -> None:
+        """What the sequence's slot holds for its next draw: counts of the tokens known here, the bias, no mask."""
         slot, count = sequence.table.slot, sequence.num_prompt
         if sequence.has_penalties:
             self._executor.begin_sequence(slot, sequence.tokens[:count], sequence.tokens[count:])
         else:  # Nothing depends on the counts: spare the device a long prompt.
             self._executor.begin_sequence(slot, ())
         sequence.banning = sequence.num_generated < sequence.request.params.min_tokens
-        sequence.biased = False
+        sequence.biased, sequence.mask = False, None
         self._set_bias(sequence)
-        sequence.prompt_logprobs = [None]
 
     def _set_bias(self, sequence: Sequence) -> None:
         """The request's logit_bias, and before min_tokens no token that would end it."""
@@ -449,9 +457,17 @@ class EngineCore:
             sequence.banning = False
             self._set_bias(sequence)
         grammar = sequence.request.grammar
-        if grammar is not None:
-            self._executor.set_token_mask(slot, grammar.mask())
-        return RowSampling(*sequence.draw_head, index, slot, DRAW, sequence.biased, grammar is not None)
+        masked = grammar is not None and self._set_mask(sequence, grammar, position + 1 - len(sequence.tokens))
+        return RowSampling(*sequence.draw_head, index, slot, DRAW, sequence.biased, masked)
+
+    def _set_mask(self, sequence: Sequence, grammar: Grammar, ahead: int) -> bool:
+        """Give the slot what may be drawn next, unless it has it; whether anything is forbidden."""
+        mask = grammar.mask(ahead)
+        if mask is not None and mask is not sequence.mask:
+            self._executor.set_token_mask(sequence.table.slot, mask)
+            # Outside a free part the same array may say something else at the next token.
+            sequence.mask = None if grammar.triggers is None else mask
+        return mask is not None
 
     def _decode_parts(self, step: ScheduledStep) -> tuple[list[SequencePart], list[int]]:
         parts = []
@@ -526,6 +542,7 @@ class EngineCore:
                 self._outputs.append(CoreOutput(name, (), reason, error, None, sequence.cached_tokens))
                 self._end(sequence)
             sequence.parsing = False
+            sequence.update_synchronous()
             self._parsing.pop(sequence, None)
 
     # --- Reading --------------------------------------------------------------------------------------------------
@@ -554,6 +571,11 @@ class EngineCore:
         for index, sequence in enumerate(step.sequences):
             row, end = flight.rows[index], step.starts[index] + step.counts[index]
             ended = False
+            if sequence in flight.dropped:
+                # Not finite here is not finite when it is drawn again, which an abort may prevent.
+                sequence.tainted = sequence.tainted or tokens[row] == NO_TOKEN
+                read(sequence)
+                continue
             try:
                 if sequence.wants_prompt_logprobs:
                     row = self._read_prompt_logprobs(sequence, step.starts[index], end, row, result)
@@ -596,6 +618,7 @@ class EngineCore:
         """Append the tokens drawn from `row` on: one, and one more for every proposed token that was drawn, too."""
         request, known = sequence.request, sequence.tokens
         grammar = request.grammar
+        free = None if grammar is None else grammar.triggers
         new: list[TokenOutput] = []
         reason: FinishReason | None = None
         error = None
@@ -638,9 +661,24 @@ class EngineCore:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
             sequence.wants_prompt_logprobs = False
         if not reason and grammar is not None:
-            sequence.parsing = True
-            self._parsing[sequence] = time.perf_counter() + _PARSING_SECONDS
+            if free is not None and token in free:
+                self._drop_ahead(sequence)
+            sequence.update_synchronous()
+            if grammar.triggers is None:
+                sequence.parsing = True
+                self._parsing[sequence] = time.perf_counter() + _PARSING_SECONDS
         return CoreOutput(request.request_id, tuple(new), reason, error, prompt_logprobs, sequence.cached_tokens)
+
+    def _drop_ahead(self, sequence: Sequence) -> None:
+        """A token was read that changes what may follow: drop what a step in flight draws behind it."""
+        if sequence.num_tokens == len(sequence.tokens):
+            return
+        for flight in self._flights:
+            if sequence in flight.step.sequences:
+                flight.dropped.add(sequence)
+        sequence.drop_ahead()
+        if sequence.has_penalties and sequence.status is Status.RUNNING:  # The token that is dropped was counted.
+            self._set_sampling_state(sequence)
 
 
 def _grammar(sequence: Sequence) -> Grammar:

@@ -270,6 +270,11 @@ class Session:
         with suppress(OSError):
             self._channel.send(worker.TOKEN.pack(token_id))
 
+    def restart(self) -> None:
+        """Ask for the grammar's first state again."""
+        self.finished = False
+        self.advance(worker.RESTART)
+
     def wait(self, seconds: float) -> bool:
         """Wait so long at most for what the parser finds; whether it is there."""
         if not self._pending:

@@ -10,7 +10,8 @@ Three kinds of sockets, which `flint_runtime.grammar_pool` holds the other ends 
 control, to `main`: one byte and a descriptor, the child's own socket, per grammar.
 grammar, to a child: in, the grammar's kind and text; out, "" or why it cannot be used; then one byte and a descriptor
     per request.
-session, to a child, of whole messages: in, a token; out, after it and at the start, a state and a mask or a reason.
+session, to a child, of whole messages: in, a token or RESTART; out, after it and at the start, a state and a mask or a
+    reason.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ OPEN, FINISHED, FAILED = range(3)
 """States of a session: more may follow, only an end may follow, the answer cannot go on."""
 STATE = struct.Struct("<i")
 TOKEN = struct.Struct("<i")
+RESTART = -1
+"""In a token's place: back to the first state."""
 LENGTH = struct.Struct("<Q")
 
 _STACK_BYTES = 512 << 20
 """The parser recurses over what is nested. Only what is touched takes memory."""
-_WHITESPACE = r"[ \t\r\n]{1,32}"
+WHITESPACE = r"[ \t\r\n]{1,32}"
 """Between the tokens of JSON. Bounded: a small model may otherwise write white space for ever."""
 
 
@@ -151,14 +154,15 @@ class Parser:
 
         if kind == "json":
             source = LLMatcher.grammar_from_json_schema(
-                normalize_schema(text), defaults={"whitespace_pattern": _WHITESPACE}
+                normalize_schema(text), defaults={"whitespace_pattern": WHITESPACE}
             )
         elif kind == "choice":
             # One terminal, not as many as there are texts: those would be told apart at every byte.
             texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
             source = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         else:
-            source = grammar_from(kind, text)  # type: ignore[arg-type]
+            # That of calls is Lark, whatever it looks like.
+            source = grammar_from("lark" if kind == "calls" else kind, text)  # type: ignore[arg-type]
         matcher = LLMatcher(self.vocabulary, source, log_level=0, limits=self.limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
@@ -236,6 +240,10 @@ class _Child:
             del self._sessions[descriptor]
             return
         token = TOKEN.unpack(message)[0]
+        if token == RESTART:
+            self._sessions[descriptor] = (session, self._matcher.deep_copy())
+            self._answer(session, *self._first)
+            return
         try:
             with _processor_time(self._limits.mask_seconds):
                 matcher.consume_token(token)

@@ -24,10 +24,10 @@ from flint_runtime.output_processor import OutputProcessor
 from flint_runtime.outputs import RequestOutput
 from flint_runtime.prompts import Prompt as Prompt
 from flint_runtime.prompts import split_prompt
-from flint_runtime.request import EngineRequest
+from flint_runtime.request import EngineRequest, Grammar
 from flint_runtime.request_check import check_id, check_request
 from flint_runtime.sampling_params import SamplingParams
-from flint_runtime.structured import GrammarCompiler
+from flint_runtime.structured import GrammarCompiler, thinking_budget
 from flint_runtime.token_rules import TokenRules
 from flint_runtime.tokenizer import Message, Tokenizer, Tool
 
@@ -134,7 +134,8 @@ class LLMEngine:
         eos = frozenset(self.tokenizer.eos_token_ids)
         structured = params.structured_outputs
         # A text that matches its grammar can only end: then ignore_eos has no say.
-        stop = frozenset(params.stop_token_ids) | (eos if structured or not params.ignore_eos else frozenset())
+        is_whole = structured is not None and (structured.calls is None or not structured.calls.free)
+        stop = frozenset(params.stop_token_ids) | (eos if is_whole or not params.ignore_eos else frozenset())
         thinking = self.tokenizer.opens_thinking(token_ids)
         rules = TokenRules(params, self.tokenizer, self._vocab_size)
         first = EngineRequest(
@@ -152,7 +153,7 @@ class LLMEngine:
                 first,
                 request_id=f"{request_id}#{index}",
                 params=params.choice(index),
-                grammar=rules.answer(self._grammars.compile(structured, thinking) if structured else None),
+                grammar=rules.answer(self._grammar(params, thinking)),
             )
             for index in range(params.n)
         ]
@@ -244,6 +245,13 @@ class LLMEngine:
     def snapshot(self) -> dict[str, Any]:
         """Every metric as plain values; see `Metrics.snapshot`. From any thread: it reads numbers only."""
         return self.metrics.snapshot(self._core.stats())
+
+    def _grammar(self, params: SamplingParams, thinking: bool) -> Grammar | None:
+        """What one answer must match; None for anything."""
+        structured, budget = params.structured_outputs, params.thinking_token_budget
+        if structured is not None:
+            return self._grammars.compile(structured, thinking, budget)
+        return thinking_budget(self.tokenizer, self._vocab_size, budget) if thinking and budget is not None else None
 
     @property
     def _grammars(self) -> GrammarCompiler:

@@ -255,10 +255,11 @@ class _Choice:
             self.finish_reason,
             self._stop_reason,
             self.error,
+            self._detokenizer.marks if delta else list(self._detokenizer.marks),
         )
         self._pieces = [] if delta else [text]
         if delta:
-            self._token_ids, self.changed = [], False
+            self._token_ids, self._detokenizer.marks, self.changed = [], [], False
             self._logprobs = None if logprobs is None else []
         return output
 

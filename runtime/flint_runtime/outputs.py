@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flint_runtime.request import FinishReason
 
@@ -41,6 +41,10 @@ class CompletionOutput:
     """The stop token or stop text that ended it; None at an end-of-sequence token."""
     error: str | None = None
     """With finish_reason "error": what is wrong."""
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    """Of each token among Tokenizer.markers: the offset of its first character in the answer's whole text, and its id.
+    With DELTA too the offset counts from the answer's start, and may lie ahead of the text that has come so far. One
+    that a stop text cut off lies, or ends, beyond the whole text."""
 
     def finished(self) -> bool:
         """Whether nothing more comes."""

@@ -17,10 +17,21 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Grammar(Protocol):
     """What a request's output must match, as far as it has come. Used by one request."""
 
-    def mask(self) -> npt.NDArray[np.int32]:
+    @property
+    def triggers(self) -> frozenset[int] | None:
+        """In a free part, where no token but these changes what is allowed: the core may draw one token ahead there.
+
+        None where every token changes it: each must be accepted before the next one is drawn.
+        """
+
+    def mask(self, ahead: int = 0) -> npt.NDArray[np.int32] | None:
         """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32; none: the request ends with an error.
 
-        Waits for what follows from the token accepted last.
+        None for every token. Waits for what follows from the token accepted last.
+
+        Args:
+            ahead: tokens drawn and not accepted yet, none of them a trigger; above 0 only in a free part. There an
+                array is never changed: as long as it is the same one, so is what it allows.
         """
 
     def accept(self, token_id: int) -> bool:

@@ -87,5 +87,6 @@ def _merge_choice(deltas: Sequence[CompletionOutput]) -> CompletionOutput:
         last,
         text="".join(delta.text for delta in deltas),
         token_ids=[token for delta in deltas for token in delta.token_ids],
+        marks=[mark for delta in deltas for mark in delta.marks],
         logprobs=None if last.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()],
     )

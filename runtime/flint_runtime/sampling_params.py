@@ -44,8 +44,30 @@ class RequestOutputKind(Enum):
 
 
 @dataclass(frozen=True)
+class CallParams:
+    """What holds for the calls of an answer; made by `flint_runtime.chat.call_grammar`.
+
+    grammar: of one call, from behind <tool_call> to </tool_call>, in Lark's syntax. free: text may stand around calls,
+    and there need be none; otherwise there is at least one, and nothing else. most: calls that there may be, None for
+    any number. ends: the answer ends with the last of these.
+    """
+
+    grammar: str
+    free: bool = True
+    most: int | None = None
+    ends: bool = False
+
+    def __post_init__(self) -> None:
+        arguments.text("structured_outputs.calls.grammar", self.grammar)
+        for name in ("free", "ends"):
+            arguments.flag(f"structured_outputs.calls.{name}", getattr(self, name))
+        if self.most is not None:
+            arguments.integer("structured_outputs.calls.most", self.most, 1, _LARGEST)
+
+
+@dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the text of an answer must match: exactly one of the first five.
+    """What the text of an answer must match: exactly one of the first five, or what its calls must match, `calls`.
 
     json: a JSON schema, as a dict or its text. regex: a regular expression in the syntax of Rust's regex crate, for the
     whole text. choice: the texts to choose from. grammar: a context-free grammar in Lark's or in GBNF syntax.
@@ -63,6 +85,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     whitespace_pattern: str | None = None
+    calls: CallParams | None = None
 
     def __post_init__(self) -> None:
         kinds = [f.name for f in fields(self) if f.name != "whitespace_pattern" and getattr(self, f.name) is not None]
@@ -82,6 +105,9 @@ class StructuredOutputsParams:
         elif kind == "json_object":
             if not arguments.flag(name, value):
                 raise UsageError(f"{name} must be true or left out, found {shown(value)}.")
+        elif kind == "calls":
+            if not isinstance(value, CallParams):
+                raise UsageError(f"{name} must be CallParams, found {shown(value)}.")
         elif kind != "json" or not isinstance(value, Mapping):
             arguments.text(name, value)
         if self.whitespace_pattern is not None:
@@ -108,6 +134,11 @@ class SamplingParams:
     logprobs: how many of the likeliest tokens to report at every token, at most 20, besides the token itself;
     prompt_logprobs: the same for every token of the prompt. logprob_token_ids: report these tokens instead of the
     likeliest. They are of the model's own distribution.
+
+    thinking_token_budget: tokens of the thinking part after which </think> is forced, 0 for no thinking; nothing where
+    the prompt opens no thinking part. priority: whoever has a lower one gets a place first, and keeps it when memory
+    runs out; those of the same one in order of arrival. cache_salt: cached prefixes are shared only among requests of
+    the same one, so that nobody else can tell from the time to the first token what was asked before.
 
     Raises:
         UsageError: a value is of a wrong type or out of its range. Whether the vocabulary has the token ids is checked
@@ -138,6 +169,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -153,6 +187,10 @@ class SamplingParams:
         self._integer("n", 1, _MOST_CHOICES)
         self._integer("max_tokens", 1, _LARGEST)
         self._integer("min_tokens", 0, _LARGEST)
+        self._integer("thinking_token_budget", 0, _LARGEST)
+        self._integer("priority", -(2**63), 2**63 - 1)
+        if self.cache_salt is not None and not arguments.text("cache_salt", self.cache_salt):
+            raise UsageError("cache_salt must be a text that is not empty, or be left out.")
         given = arguments.token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
         self._set("logprob_token_ids", given or None)
         self._integer("logprobs", 0, len(given) or MAX_LOGPROBS)

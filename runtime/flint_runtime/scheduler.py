@@ -2,9 +2,10 @@
 
 Iteration-level batching over two kinds of steps. A decode step takes the next token of every running stream; a prefill
 step takes chunks of prompts. While streams are running the two alternate, and a prefill step takes only as many tokens
-as keep it near a target duration. Whoever came first gets a place first, and keeps it when memory runs out: then the
-latest running sequence gives its place back and is computed anew later. Among prompts with a place the first does not
-take all: it leaves half of a step to those behind it, so that a short one need not wait for the end of a long one.
+as keep it near a target duration. Whoever came first, among those of the lowest priority value, gets a
+place first, and keeps it when memory runs out: then the last running sequence in that order gives its place back and is
+computed anew later. Among prompts with a place the first does not take all: it leaves half of a step to those behind
+it, so that a short one need not wait for the end of a long one.
 
 A prompt that begins like an earlier one goes on from where that one's sliding state was kept (see `kv_cache`): at the
 end of its prompt or answer, or where prompts parted from it often enough to be worth a cut.
@@ -85,9 +86,9 @@ class Scheduler:
             num_speculative_tokens: most proposed tokens of a sequence in a step.
         """
         self.waiting: deque[Sequence] = deque()
-        """In order of arrival."""
+        """By priority, then in order of arrival."""
         self.running: list[Sequence] = []
-        """Sequences with a place, in order of arrival."""
+        """Sequences with a place, in the same order."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Prompt tokens that were looked up in the prefix cache, when their sequence first got a place,"""
@@ -115,7 +116,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(sequence)
+        _insert(self.waiting, sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence, wherever it stands. Its place is given back when no step in flight uses it."""
@@ -294,12 +295,13 @@ class Scheduler:
             return None
         # Every running stream may soon need a page: without them it would only come to preempt the newcomer again.
         reuse = not sequence.wants_prompt_logprobs
-        table = self._kv.open(sequence.tokens, reuse=reuse, headroom=len(self.running))
+        salt = sequence.request.params.cache_salt
+        table = self._kv.open(sequence.tokens, reuse=reuse, headroom=len(self.running), salt=salt)
         if table is None:
             self._blocked = attempt
             return None
         self.waiting.popleft()
-        self.running.append(sequence)
+        _insert(self.running, sequence)
         self._admitted.append(sequence)
         sequence.status = Status.RUNNING
         sequence.table = table
@@ -326,7 +328,10 @@ class Scheduler:
         keeps = kv.config.enable_prefix_caching and (kv.keeps_snapshots or not kv.config.has_sliding_layers)
         if sequence.wants_prompt_logprobs or not keeps:
             return False
+        salt = sequence.request.params.cache_salt
         for other in self.running:
+            if other.request.params.cache_salt != salt:
+                continue
             done = other.num_computed
             if other.num_tokens - done == 1:
                 continue
@@ -340,8 +345,11 @@ class Scheduler:
             else:
                 least, end = 2 * _STEP_TOKENS, shared
             head = sequence.tokens[:end]
-            alike = sum(one.tokens[:end] == head for one in islice(self.waiting, self._limits.max_batch))
-            if (end - kv.usable(sequence.tokens)) * alike < least:
+            alike = sum(
+                one.tokens[:end] == head and one.request.params.cache_salt == salt
+                for one in islice(self.waiting, self._limits.max_batch)
+            )
+            if (end - kv.usable(sequence.tokens, salt)) * alike < least:
                 continue
             if not planned and not kv.holds(other.num_tokens, shared):
                 insort(other.boundaries, shared)
@@ -392,10 +400,15 @@ class Scheduler:
         if sequence.status is Status.PREEMPTED:
             sequence.status = Status.WAITING
             sequence.num_computed = 0
-            index = 0
-            while index < len(self.waiting) and self.waiting[index].number < sequence.number:
-                index += 1
-            self.waiting.insert(index, sequence)
+            _insert(self.waiting, sequence)
+
+
+def _insert(queue: deque[Sequence] | list[Sequence], sequence: Sequence) -> None:
+    """Put a sequence behind those that come before it, most of which do."""
+    index = len(queue)
+    while index and queue[index - 1].order > sequence.order:
+        index -= 1
+    queue.insert(index, sequence)
 
 
 def _common_pages(a: list[int], b: list[int], start: int) -> int:

@@ -42,6 +42,7 @@ class Sequence:
         "kept_boundary",
         "logprob_token_ids",
         "lookup",
+        "mask",
         "max_length",
         "needs_logits",
         "next_boundary",
@@ -51,6 +52,7 @@ class Sequence:
         "num_top",
         "num_written",
         "number",
+        "order",
         "parsing",
         "prompt_logprobs",
         "request",
@@ -68,6 +70,8 @@ class Sequence:
         self.request = request
         self.number = number
         """In order of arrival."""
+        self.order = (params.priority, number)
+        """Whoever has the least gets a place first, and keeps it."""
         self.status = Status.WAITING
         self.tokens = list(request.prompt)
         """Prompt and the generated tokens that were read."""
@@ -104,8 +108,11 @@ class Sequence:
         the model's own and may be asked for."""
         if speculative and not (self.has_penalties or self.constrained):
             self.lookup = PromptLookup(self.tokens)
-        self.synchronous = self.lookup is not None or request.grammar is not None
+        self.synchronous = False
         """Whether its last token must be known here before its next step is made."""
+        self.mask: object = None
+        """What its slot's token mask was set from in a free part of its grammar; None where it must be set anew."""
+        self.update_synchronous()
         self.parsing = False
         """Whether it is not known yet what its grammar allows after its last token."""
         self.biased = False
@@ -141,6 +148,21 @@ class Sequence:
         self.tainted = False
         if hasattr(self, "table"):
             del self.table
+
+    def update_synchronous(self) -> None:
+        """See `synchronous`, which follows where its grammar stands."""
+        grammar = self.request.grammar
+        self.synchronous = self.lookup is not None or (grammar is not None and grammar.triggers is None)
+
+    def drop_ahead(self) -> None:
+        """What was drawn behind its last known token does not count: it is drawn again, by another step.
+
+        K and V of that token stay, and are written once more.
+        """
+        # The ring has them, and so has lost what stood there a round before.
+        self.num_written = max(self.num_written, self.num_computed)
+        self.num_tokens = len(self.tokens)
+        self.num_computed = self.num_tokens - 1
 
     @property
     def num_generated(self) -> int:

@@ -9,13 +9,33 @@ from __future__ import annotations
 import json
 import math
 
-import numpy as np
-
 from flint_runtime.errors import UsageError
-from flint_runtime.grammar_pool import GrammarPool, Mask, Session, check_size
+from flint_runtime.free_parts import CallPart, CallRules, Mask, ThinkingPart, ThinkingRules, all_but, allows, only
+from flint_runtime.grammar_pool import GrammarPool, Session, check_size
 from flint_runtime.grammar_worker import Limits, Vocabulary
-from flint_runtime.sampling_params import StructuredOutputsParams
+from flint_runtime.request import Grammar
+from flint_runtime.sampling_params import CallParams, StructuredOutputsParams
 from flint_runtime.tokenizer import Tokenizer
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+MARKERS = (
+    "<think>",
+    "</think>",
+    CALL,
+    CALL_END,
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
+"""Tokens that give an answer its parts. Grammars treat them as tokens: a text never has one, however it is spelled."""
+
+
+def thinking_budget(tokenizer: Tokenizer, vocab_size: int, budget: int) -> Grammar:
+    """What ends the thinking part of an answer that starts inside one after so many tokens, and holds for no more."""
+    end = tokenizer.thinking_end_id
+    assert end is not None, "a thinking part is open, but nothing can end it"
+    return ThinkingPart(ThinkingRules(end, None, only((end,), vocab_size)), budget, None)
 
 
 class GrammarCompiler:
@@ -40,76 +60,100 @@ class GrammarCompiler:
                 "structured_outputs need an end-of-sequence token; the checkpoint's generation_config.json has no "
                 "eos_token_id."
             )
-        self._thinking_end = tokenizer.thinking_end_id
-        self._free = _all_but(tokenizer.eos_token_ids, vocab_size)
+        self._markers = _marker_ids(tokenizer)
+        self._vocab_size, self._thinking_end = vocab_size, tokenizer.thinking_end_id
+        self._no_end = all_but(tokenizer.eos_token_ids, vocab_size)
+        self._call_rules = _call_rules(tokenizer, self._markers, vocab_size)
         self._pool = GrammarPool(
             Vocabulary(
                 tokenizer.to_json(),
                 [tokenizer.token_bytes(token) for token in range(vocab_size)],
-                [token for token in range(vocab_size) if tokenizer.is_special(token)],
+                [t for t in range(vocab_size) if tokenizer.is_special(t) or t in self._markers.values()],
                 list(tokenizer.eos_token_ids),
             ),
             limits,
         )
 
-    def compile(self, params: StructuredOutputsParams, thinking: bool = False) -> MaskedGrammar:
+    def _thinking_rules(self, calls: CallParams | None) -> ThinkingRules | None:
+        """What holds in the thinking part before a text that must match, or with calls; None: there is no such part."""
+        end = self._thinking_end
+        if end is None:
+            return None
+        only_end = only((end,), self._vocab_size)
+        if calls is None:
+            return ThinkingRules(end, self._no_end, only_end)
+        # A call that begins before the end of the thinking part ends it: so the parser of answers has it.
+        return ThinkingRules(end, None if calls.free else self._no_end, only_end, frozenset((self._markers[CALL],)))
+
+    def compile(self, params: StructuredOutputsParams, thinking: bool = False, budget: int | None = None) -> Grammar:
         """A grammar in its first state.
 
         Args:
             thinking: the answer starts inside a thinking part, which is free; the grammar holds for what follows it.
+            budget: thinking tokens after which that part is ended.
         Raises:
             UsageError: the schema, expression or grammar is wrong, matches nothing, takes too much, or has what
                 llguidance has not.
             ResourceError: processes cannot be started.
         """
-        session = self._pool.open(*_source(params))
-        return MaskedGrammar(session, self._free, self._thinking_end if thinking else None)
+        calls, call_rules = params.calls, self._call_rules
+        if calls is not None and call_rules is None:
+            raise UsageError(f"Calls need the tokens {CALL} and {CALL_END}; this checkpoint's tokenizer has none.")
+        text = ParsedText(self._pool.open(*_source(params)))
+        behind: Grammar = text
+        if calls is not None and call_rules is not None:
+            behind = CallPart(call_rules, text, free=calls.free, most=calls.most, ends=calls.ends)
+        rules = self._thinking_rules(calls) if thinking else None
+        return behind if rules is None else ThinkingPart(rules, budget, behind)
 
     def close(self) -> None:
         """End the processes of the grammars."""
         self._pool.close()
 
 
-class MaskedGrammar:
-    """The state of one answer: `flint_runtime.request.Grammar`."""
+class ParsedText:
+    """The state of a text that must match a grammar: `flint_runtime.request.Grammar`."""
 
-    def __init__(self, session: Session, free: Mask, thinking_end: int | None) -> None:
-        self._session, self._free = session, free
-        self._thinking_end = thinking_end
-        """The token that ends the thinking part; None behind it."""
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def triggers(self) -> frozenset[int] | None:
+        """See `Grammar.triggers`: every token counts."""
+        return None
 
     def wait(self, seconds: float) -> bool:
-        """See `Grammar`."""
+        """See `Grammar.wait`."""
         return self._session.wait(seconds)
 
-    def mask(self) -> Mask:
-        """The tokens allowed next, [V / 32]: bit v % 32 of word v / 32. While the model thinks, all but the end.
+    def mask(self, ahead: int = 0) -> Mask:
+        """See `Grammar.mask`. None of the tokens where the parser has given up (`error`).
 
-        None of them where the parser has given up (`error`). Valid until the next `accept`.
+        Valid until the next `accept`.
         """
-        if self._thinking_end is not None:
-            return self._free
+        assert not ahead, "what follows depends on every token"
         self._session.wait(math.inf)
         return self._session.mask
 
     def accept(self, token_id: int) -> bool:
         """Advance by a drawn token; false if it was not allowed."""
-        allowed = bool(self.mask()[token_id // 32] >> token_id % 32 & 1)
-        if self._thinking_end is None:
-            if allowed:
-                self._session.advance(token_id)
-        elif token_id == self._thinking_end:
-            self._thinking_end = None
+        allowed = allows(self.mask(), token_id)
+        if allowed:
+            self._session.advance(token_id)
         return allowed
+
+    def restart(self) -> None:
+        """Begin to go back to the first state."""
+        self._session.restart()
 
     @property
     def finished(self) -> bool:
         """Whether only an end-of-sequence token may follow, as far as the parser has come."""
-        return self._thinking_end is None and self._session.wait(0) and self._session.finished
+        return self._session.wait(0) and self._session.finished
 
     @property
     def error(self) -> str | None:
-        """See `Grammar`."""
+        """See `Grammar.error`."""
         return self._session.error
 
 
@@ -126,6 +170,8 @@ def _source(params: StructuredOutputsParams) -> tuple[str, str]:
     if params.choice is not None:
         check_size("choice", sum(map(len, params.choice)))
         return "choice", _dump(params.choice)
+    if params.calls is not None:
+        return "calls", params.calls.grammar
     assert params.grammar is not None
     return "grammar", params.grammar
 
@@ -152,8 +198,23 @@ def _dump(value: object) -> str:
         raise UsageError(f"structured_outputs.json is not JSON: {error}") from None
 
 
-def _all_but(token_ids: tuple[int, ...], vocab_size: int) -> Mask:
-    """Every token but some, [V / 32]."""
-    allowed = np.ones(-(-vocab_size // 32) * 32, np.uint8)
-    allowed[list(token_ids)] = 0
-    return np.packbits(allowed, bitorder="little").view(np.int32)
+def _marker_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The markers that are tokens of their own."""
+    found = {marker: tokenizer.encode(marker) for marker in MARKERS}
+    return {marker: ids[0] for marker, ids in found.items() if len(ids) == 1}
+
+
+def _call_rules(tokenizer: Tokenizer, markers: dict[str, int], vocab_size: int) -> CallRules | None:
+    """What holds around calls; None where a call has no tokens to begin and end with."""
+    start, eos = markers.get(CALL), tokenizer.eos_token_ids
+    if start is None or CALL_END not in markers:
+        return None
+    spaces = frozenset(t for t in range(tokenizer.vocab_size) if (text := tokenizer.token_bytes(t)) and text.isspace())
+    others = {*markers.values()} - {start}
+    return CallRules(
+        start,
+        text=all_but(others, vocab_size),
+        last_text=all_but({*others, start}, vocab_size),
+        must=(only({start, *spaces}, vocab_size), only({start}, vocab_size)),
+        may=(only({start, *spaces, *eos}, vocab_size), only({start, *eos}, vocab_size)),
+    )

@@ -67,10 +67,24 @@ class _RestrictedAnswer:
     def __init__(self, rules: TokenRules, grammar: Grammar | None) -> None:
         self._rules, self._grammar = rules, grammar
         self._drawn: list[int] = []
+        self._free: tuple[Mask | None, Mask] | None = None
+        """The grammar's mask in a free part, and what is left of it."""
 
-    def mask(self) -> Mask:
+    @property
+    def triggers(self) -> frozenset[int] | None:
+        """See `Grammar.triggers`. Any token may be the beginning of a bad word."""
+        if self._rules.completions:
+            return None
+        return frozenset() if self._grammar is None else self._grammar.triggers
+
+    def mask(self, ahead: int = 0) -> Mask:
         """See `Grammar.mask`."""
-        return self._rules.mask(self._drawn, None if self._grammar is None else self._grammar.mask())
+        inner = None if self._grammar is None else self._grammar.mask(ahead)
+        if self.triggers is None:
+            return self._rules.mask(self._drawn, inner)
+        if self._free is None or self._free[0] is not inner:
+            self._free = (inner, self._rules.mask(self._drawn, inner))
+        return self._free[1]
 
     def accept(self, token_id: int) -> bool:
         """See `Grammar.accept`."""

@@ -21,6 +21,17 @@ _CACHED_TEMPLATES = 16
 """Templates that callers brought."""
 
 
+MARKERS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
+"""Tokens that divide an answer into its parts. The same characters spelled by other tokens are text."""
 _SHORT_CHARACTERS = 2000
 """Below it a text is encoded within a millisecond, the quickest where no other thread may run."""
 
@@ -31,6 +42,7 @@ class Tokenizer:
     Attributes:
         eos_token_ids: tokens that end a generation, from generation_config.json.
         defaults: the checkpoint's sampling defaults, from the same file.
+        markers: texts of the MARKERS that the vocabulary has, by token id.
         thinking_start_id, thinking_end_id: the tokens <think> and </think>; None where the vocabulary has none.
     """
 
@@ -56,6 +68,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._longest_token = _longest_token(self._tokenizer)
+        self.markers = {i: token.content for i, token in added.items() if token.content in MARKERS}
         self.thinking_start_id: int | None = self._tokenizer.token_to_id("<think>")
         self.thinking_end_id: int | None = self._tokenizer.token_to_id("</think>")
 

@@ -693,8 +693,14 @@ class Counting:
     def _allowed(self) -> list[int]:
         return [(self.last + i) % 64 for i in (1, 2, 3)]
 
-    def mask(self) -> npt.NDArray[np.int32]:
+    @property
+    def triggers(self) -> frozenset[int] | None:
         """See `Grammar`."""
+        return None
+
+    def mask(self, ahead: int = 0) -> npt.NDArray[np.int32]:
+        """See `Grammar`."""
+        assert not ahead
         bits = np.zeros(64, bool)
         bits[self._allowed()] = True
         return np.packbits(bits, bitorder="little").view(np.int32)
@@ -737,7 +743,7 @@ def test_grammar() -> None:
 
 def test_a_grammar_that_allows_nothing() -> None:
     class Nothing(Counting):
-        def mask(self) -> npt.NDArray[np.int32]:
+        def mask(self, ahead: int = 0) -> npt.NDArray[np.int32]:
             return np.zeros(2, np.int32)
 
     core, _ = open_core()
@@ -802,10 +808,10 @@ def test_nobody_waits_for_the_grammar_of_a_request_that_is_computed_again(length
     class Slower(Slow):
         looks = 30
 
-        def mask(self) -> npt.NDArray[np.int32]:
+        def mask(self, ahead: int = 0) -> npt.NDArray[np.int32]:
             """See `Grammar`."""
             assert not self.left, "the core waits for the grammar, and with it everybody"
-            return super().mask()
+            return super().mask(ahead)
 
     core, _ = open_core()
     slow, free = request("slow", prompt(length, 1), 50, grammar=Slower(1)), request("free", prompt(70, 2), 100)

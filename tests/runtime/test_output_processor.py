@@ -105,6 +105,35 @@ def test_without_detokenize_there_is_no_text() -> None:
             assert last.logprobs[0][ids[0]] == Logprob(-0.5, 1, None, TOKENIZER.token_bytes(ids[0]))
 
 
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_marks_tell_a_marker_from_its_characters(kind: RequestOutputKind) -> None:
+    (marker,) = TOKENIZER.encode("<tool_call>")
+    broken = TOKENIZER.encode("é")[:1] if len(TOKENIZER.encode("é")) > 1 else TOKENIZER.encode("👩")[:1]
+    spelled = [token for letter in "<tool_call>" for token in TOKENIZER.encode(letter)]
+    ids = [*TOKENIZER.encode("a"), marker, *spelled, *broken, marker]
+    outputs = [output.outputs[0] for output in run(fake_engine(FakeCore()), ids, output_kind=kind)]
+    text = "".join(found.text for found in outputs) if kind is RequestOutputKind.DELTA else outputs[-1].text
+    marks = (
+        [mark for found in outputs for mark in found.marks] if kind is RequestOutputKind.DELTA else outputs[-1].marks
+    )
+    assert text == "a<tool_call><tool_call>\ufffd<tool_call>"
+    assert marks == [(1, marker), (24, marker)]
+    assert not any(found.marks for found in run_choices("abc", detokenize=False))
+
+
+def run_choices(prompt: str | list[int], **params: Any) -> list[CompletionOutput]:
+    return [output.outputs[0] for output in run(fake_engine(FakeCore()), prompt, **params)]
+
+
+def test_a_stop_text_may_cut_a_marker_and_stays_as_it_was() -> None:
+    """A mark does not change what a stop text finds: it lies, or ends, beyond what is left of the text."""
+    (marker,) = TOKENIZER.encode("<tool_call>")
+    ids = [*TOKENIZER.encode("ab"), marker, *TOKENIZER.encode("c")]
+    for stop, left in (("<tool", "ab"), ("b<", "a"), ("call>", "ab<tool_"), (">c", "ab<tool_call")):
+        found = answer(ids, stop=[stop])
+        assert (found.text, found.stop_reason, found.marks) == (left, stop, [(2, marker)])
+
+
 def test_finished_is_asked_for_as_in_vllm() -> None:
     outputs = run(fake_engine(FakeCore()), "ab")
     assert [output.outputs[0].finished() for output in outputs] == [False] * (len(outputs) - 1) + [True]

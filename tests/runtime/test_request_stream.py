@@ -24,14 +24,17 @@ def delta(index: int, token: int, **more: Any) -> CompletionOutput:
 
 
 def test_deltas_merge_by_choice() -> None:
-    first = output(delta(1, 10), prompt_logprobs=[None])
-    second = output(delta(0, 20), delta(1, 11, finish_reason="stop", stop_reason=11), num_cached_tokens=64)
+    first = output(delta(1, 10, marks=[(0, 10)]), prompt_logprobs=[None])
+    second = output(
+        delta(0, 20), delta(1, 11, finish_reason="stop", stop_reason=11, marks=[(3, 11)]), num_cached_tokens=64
+    )
     third = output(delta(0, 21, finish_reason="length"), finished=True, num_cached_tokens=64)
     merged = merge_deltas([first, second, third])
     zero, one = merged.outputs
     assert (zero.index, zero.text, zero.token_ids, zero.finish_reason) == (0, "20 21 ", [20, 21], "length")
     assert (one.index, one.text, one.token_ids, one.finish_reason) == (1, "10 11 ", [10, 11], "stop")
     assert one.stop_reason == 11 and zero.cumulative_logprob == -21.0
+    assert (zero.marks, one.marks) == ([], [(0, 10), (3, 11)])
     assert zero.logprobs is not None and [list(entry) for entry in zero.logprobs] == [[20], [21]]
     assert merged.finished and merged.prompt_logprobs == [None] and merged.num_cached_tokens == 64
     assert first.outputs[0].token_ids == [10], "the parts stay as they are"

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class ReasoningText(NamedTuple):
+@dataclass(slots=True)
+class ReasoningText:
     """More of the reasoning."""
 
     text: str
 
 
-class ContentText(NamedTuple):
+@dataclass(slots=True)
+class ContentText:
     """More of the content."""
 
     text: str
 
 
-class CallStart(NamedTuple):
+@dataclass(slots=True)
+class CallStart:
     """A call of a declared function; its name is complete."""
 
     index: int
@@ -26,14 +29,16 @@ class CallStart(NamedTuple):
     name: str
 
 
-class CallArguments(NamedTuple):
+@dataclass(slots=True)
+class CallArguments:
     """More of a call's arguments: the texts concatenate to a JSON object, or its beginning where no CallEnd comes."""
 
     index: int
     text: str
 
 
-class CallEnd(NamedTuple):
+@dataclass(slots=True)
+class CallEnd:
     """The call is complete. A call that was cut off never gets one."""
 
     index: int

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,8 @@ class KVCacheManager:
         self.releases = 0
         """Counts what may make room: while it stands still, what did not fit does not fit."""
         self._root = PrefixNode(None, b"")
+        self._salted: WeakValueDictionary[str, PrefixNode] = WeakValueDictionary()
+        """More roots, by cache_salt; each lives as long as something of it is cached or used."""
         self._node_of: dict[int, PrefixNode] = {}
         self._slots = list(reversed(range(config.max_num_seqs)))
         self._spare = list(reversed(range(config.max_num_seqs, config.num_slots)))
@@ -112,16 +115,18 @@ class KVCacheManager:
 
     # --- Sequences ------------------------------------------------------------------------------------------------
 
-    def open(self, tokens: Sequence[int], *, reuse: bool, headroom: int) -> BlockTable | None:
+    def open(self, tokens: Sequence[int], *, reuse: bool, headroom: int, salt: str | None = None) -> BlockTable | None:
         """A place for a sequence of these tokens, its longest usable prefix restored; None where there is no room.
 
         Args:
             reuse: whether cached prefixes may be used. At least the last token is left to compute.
             headroom: pages that must be left.
+            salt: prefixes are shared with those of the same one only.
         """
         if not self._slots:
             return None
-        node, parting = self._match(tokens) if reuse else (self._root, self._root)
+        root = self._root_of(salt)
+        node, parting = self._match(tokens, root) if reuse else (root, root)
         pages: list[int] = []
         step: PrefixNode | None = node
         while self.config.has_full_layers and step is not None and step.parent is not None:
@@ -212,9 +217,9 @@ class KVCacheManager:
                 self._node_of[page] = node
                 self.pool.keep(page)
 
-    def usable(self, tokens: Sequence[int]) -> int:
+    def usable(self, tokens: Sequence[int], salt: str | None = None) -> int:
         """How many of these tokens `open` would find."""
-        return self._match(tokens)[0].length
+        return self._match(tokens, self._root_of(salt))[0].length
 
     def holds(self, written: int, boundary: int) -> bool:
         """Whether a ring into which `written` tokens went holds what the token at a boundary sees of those before it.
@@ -266,9 +271,17 @@ class KVCacheManager:
         """Whether there are slots for snapshots."""
         return self.config.num_slots > self.config.max_num_seqs
 
-    def _match(self, tokens: Sequence[int]) -> tuple[PrefixNode, PrefixNode]:
+    def _root_of(self, salt: str | None) -> PrefixNode:
+        if salt is None:
+            return self._root
+        root = self._salted.get(salt)
+        if root is None:
+            root = self._salted[salt] = PrefixNode(None, b"")
+        return root
+
+    def _match(self, tokens: Sequence[int], root: PrefixNode) -> tuple[PrefixNode, PrefixNode]:
         """The longest usable prefix, and the longest whose pages are cached."""
-        node = best = self._root
+        node = best = root
         full, sliding = self.config.has_full_layers, self.config.has_sliding_layers
         for index in range((len(tokens) - 1) // PAGE_TOKENS):
             child = node.children.get(page_key(tokens, index))

@@ -31,7 +31,7 @@ class Snapshot:
 class PrefixNode:
     """A prefix that ends with a full page."""
 
-    __slots__ = ("children", "holders", "key", "length", "missed", "page", "parent", "snapshots")
+    __slots__ = ("__weakref__", "children", "holders", "key", "length", "missed", "page", "parent", "snapshots")
 
     def __init__(self, parent: PrefixNode | None, key: bytes) -> None:
         self.parent = parent

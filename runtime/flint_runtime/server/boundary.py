@@ -9,6 +9,7 @@ from hashlib import sha256
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flint_runtime.server.body import ClientGoneError
 from flint_runtime.server.errors import ApiError, error_reply
 from flint_runtime.server.replies import send_error
 from flint_runtime.server.service import new_id, usable_id
@@ -39,6 +40,8 @@ class Boundary:
         try:
             self._check_key(scope, headers)
             await self._app(scope, receive, send)
+        except ClientGoneError:
+            pass
         except Exception as error:
             with suppress(RuntimeError):  # the answer has begun
                 await send_error(scope, send, error_reply(error))

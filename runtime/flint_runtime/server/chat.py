@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from flint_runtime.chat.call_grammar import call_grammar
 from flint_runtime.chat.parser import GlmParser
 from flint_runtime.chat.tools import FunctionTool, NamedTool, ToolChoice, parse_tool_choice, parse_tools
 from flint_runtime.chat_template import template_options
 from flint_runtime.errors import UsageError
+from flint_runtime.sampling_params import StructuredOutputsParams
 from flint_runtime.server.chat_format import ChatFormat
 from flint_runtime.server.endpoint import Plan
 from flint_runtime.server.errors import ErrorReply
@@ -35,7 +37,7 @@ class ChatApi:
             body,
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=_logprobs(body),
-            structured=structured_outputs(body),
+            structured=_structured(body, tools, choice),
         )
         if body.stream and body.prompt_logprobs is not None:
             raise UsageError("prompt_logprobs must be left out of a stream.")
@@ -57,6 +59,19 @@ class ChatApi:
     def error_body(self, error: ErrorReply) -> bytes:
         """See `endpoint.Api`."""
         return error.body()
+
+
+def _structured(
+    body: ChatRequest, tools: Mapping[str, FunctionTool], choice: ToolChoice
+) -> StructuredOutputsParams | None:
+    """What the answer must match: what the body asks for, else what its tools allow. Raises UsageError."""
+    wanted = structured_outputs(body)
+    if wanted is None:
+        calls = call_grammar(tools, choice, parallel=body.parallel_tool_calls is not False)
+        return None if calls is None else StructuredOutputsParams(calls=calls)
+    if choice not in ("none", "auto"):
+        raise UsageError("tool_choice must not require a call where response_format or structured_outputs is given.")
+    return wanted
 
 
 def request_tools(body: ChatRequest) -> tuple[dict[str, FunctionTool], ToolChoice]:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 """What a refused client is told to wait, in seconds."""
 _ARGUMENT = re.compile(
-    r"[a-z_][a-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|\[\d+\])*(?= (?:must|needs|has|is|of|cannot|takes)\b)"
+    r"[a-z_][a-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*|\[\d+\])*(?= (?:must|needs|has|is|of|cannot|takes|\"))"
 )
 """An argument's name at the start of a message, as our errors begin."""
 

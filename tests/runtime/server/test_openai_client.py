@@ -105,8 +105,38 @@ def test_g12_a_schema_holds_behind_the_thinking(nano: Served) -> None:
         "additionalProperties": False,
     }
     wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
-    message = nano.chat(response_format=wanted, temperature=0, max_tokens=60).json()["choices"][0]["message"]
+    message = nano.chat(response_format=wanted, temperature=0, max_tokens=200).json()["choices"][0]["message"]
     assert isinstance(json.loads(message["content"])["sum"], int) and message["reasoning"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_g9_a_call_that_must_be(nano: Served, choice: Any, stream: bool) -> None:
+    """Small talk, and yet a call: of any tool, or of the named one, which ends with "stop"."""
+    fields = {
+        "messages": [{"role": "user", "content": "Who are you?"}],
+        "tools": list(TOOLS),
+        "tool_choice": choice,
+        "temperature": 0,
+        "max_tokens": 100,
+        "parallel_tool_calls": False,
+    }
+    if stream:
+        choices = [chunk["choices"][0] for chunk in nano.chat_stream(**fields)]
+        calls = [call for c in choices for call in c["delta"].get("tool_calls", ())]
+        reason = choices[-1]["finish_reason"]
+    else:
+        found = nano.chat(**fields).json()["choices"][0]
+        calls, reason = found["message"].get("tool_calls", []), found["finish_reason"]
+    named = isinstance(choice, dict)
+    assert calls and calls[0]["function"]["name"] in (["weather"] if named else ["weather", "calculator", "now"])
+    assert reason == ("stop" if named else "tool_calls")
+
+
+def test_thinking_ends_at_its_budget(nano: Served) -> None:
+    body = nano.chat(temperature=0, thinking_token_budget=2).json()
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 2
+    assert body["choices"][0]["message"]["content"]
 
 
 def test_prompt_logprobs_score_a_continuation(nano: Served) -> None:

@@ -18,6 +18,14 @@ from tests.runtime.server.serving import QUESTION, Served, endless, serving, unt
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]
 
 
+def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A declared function."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters or {}}}
+
+
+TOOL = tool("now")
+
+
 def check(response: httpx.Response, status: int, param: str | None = None) -> str:
     """An error of OpenAI's shape; its message."""
     assert response.status_code == status, response.text
@@ -78,6 +86,10 @@ def test_bodies_that_are_no_json_objects(server: Served, path: str, body: bytes)
         ({"best_of": 4}, "best_of"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"lora_request": {}}, "lora_request"),
+        ({"priority": "high"}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"structured_outputs": {"calls": {"grammar": "x"}}}, "structured_outputs"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs"),
@@ -106,6 +118,15 @@ def test_s7_wrong_fields(server: Served, path: str, fields: dict[str, Any], para
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"tools": "weather"}, "tools"),
+        ({"tools": [TOOL] * 1025}, "tools"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [TOOL, tool("x" * 129)]}, "tools[1].function.name"),
+        ({"tools": [tool("x", {"description": "x" * 1_000_001})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("x", json.loads('{"a":' * 65 + "1" + "}" * 65))]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"functions": []}, "functions"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),

@@ -115,6 +115,7 @@ _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "allowed_token_ids", "bad_words", "seed", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "logprob_token_ids",
+    "thinking_token_budget", "priority", "cache_salt",
 )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def structured_outputs(fields: SamplingFields) -> StructuredOutputsParams | None
         return wanted
     if wanted is not None:
         raise UsageError("structured_outputs must be left out beside response_format: an answer has one form.")
-    known = StructuredOutputsParams.__dataclass_fields__
+    known = [name for name in StructuredOutputsParams.__dataclass_fields__ if name != "calls"]  # made from tools
     values = {name: value for name, value in given.items() if value is not None}
     unknown = [name for name in values if name not in known]
     if unknown:
