@@ -21,7 +21,9 @@ from flint_runtime.server.chat import ChatApi
 from flint_runtime.server.completions import CompletionApi
 from flint_runtime.server.endpoint import Api, GenerationEndpoint
 from flint_runtime.server.errors import error_reply
+from flint_runtime.server.messages import message_routes
 from flint_runtime.server.operation import operation_routes
+from flint_runtime.server.responses import response_routes
 from flint_runtime.server.service import Service
 from flint_runtime.server.settings import ServerSettings
 from flint_runtime.server.tokens import token_routes
@@ -48,7 +50,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
         app.add_exception_handler(kind, _answer_error)
     for path, api in _APIS.items():
         app.router.routes.append(Route(path, GenerationEndpoint(service, api()), methods=["POST"]))
-    app.router.routes.extend([*token_routes(service), *operation_routes(service)])
+    for routes in (token_routes, message_routes, response_routes, operation_routes):
+        app.router.routes.extend(routes(service))
     app.add_middleware(Boundary, api_keys=settings.api_keys, root_path=settings.root_path)
     app.add_middleware(
         CORSMiddleware,
@@ -63,4 +66,4 @@ def create_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 async def _answer_error(request: Request, error: Exception) -> Response:
     reply = error_reply(error)
     headers = {**reply.headers, "X-Request-Id": request.scope["state"]["request_id"]}
-    return Response(reply.body(), reply.status, headers, media_type="application/json")
+    return Response(reply.body_for(request.scope["path"]), reply.status, headers, media_type="application/json")

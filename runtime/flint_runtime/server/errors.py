@@ -61,7 +61,26 @@ class ErrorReply:
         content = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": content})
 
+    def anthropic_body(self) -> bytes:
+        """The JSON of Anthropic's API, with the wrong field's name as ours has it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        content = {"type": kind, "message": self.message, "param": self.param}
+        return orjson.dumps({"type": "error", "error": content})
 
+    def body_for(self, path: str) -> bytes:
+        """The JSON in the shape of the API that a path belongs to."""
+        return self.anthropic_body() if _ANTHROPIC_PATH in path else self.body()
+
+
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 

@@ -24,6 +24,8 @@ async def send_body(scope: Scope, send: Send, status: int, body: bytes, headers:
 
 
 async def send_error(scope: Scope, send: Send, error: ErrorReply, body: bytes | None = None) -> None:
-    """Send an error, in OpenAI's shape unless a body is given."""
+    """Send an error, in the shape of the path's API unless a body is given."""
     headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    await send_body(scope, send, error.status, error.body() if body is None else body, [JSON, *headers])
+    await send_body(
+        scope, send, error.status, error.body_for(scope["path"]) if body is None else body, [JSON, *headers]
+    )

@@ -15,9 +15,19 @@ from flint_runtime.sampling_params import RequestOutputKind, SamplingParams, Str
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 1000
-"""Of unknown fields that are remembered as logged."""
+"""That are remembered as logged."""
 _logged: set[str] = set()
 _lock = Lock()
+
+
+def log_once(name: str, message: str) -> None:
+    """Log a message about a name, which stands at its %s, unless there was one about it before."""
+    with _lock:
+        new = name not in _logged and len(_logged) < _MOST_NAMES
+        if new:
+            _logged.add(name)
+    if new:
+        logger.warning(message, shown(name))
 
 
 class RequestModel(BaseModel):
@@ -28,12 +38,7 @@ class RequestModel(BaseModel):
     def log_unknown_fields(self) -> None:
         """Log the names of unknown fields that were not logged before."""
         for name in self.model_extra or ():
-            with _lock:
-                new = name not in _logged and len(_logged) < _MOST_NAMES
-                if new:
-                    _logged.add(name)
-            if new:
-                logger.warning("Requests have a field that this server does not know and ignores: %s", shown(name))
+            log_once(name, "Requests have a field that this server does not know and ignores: %s")
 
 
 class StreamOptions(RequestModel):
