@@ -60,9 +60,9 @@ def text_tokens() -> list[int]:
 
 def rate(llm: AsyncLLM, streams: int) -> float:
     """Tokens per second once all streams run."""
-    while llm.snapshot()["running"] < streams or llm.snapshot()["generation_tokens"] == 0:
+    while llm.snapshot()["running"] < streams:
         time.sleep(0.05)
-    time.sleep(0.5)
+    time.sleep(1 + 0.1 * streams)  # Until all have been prefilled.
     begin, before = time.perf_counter(), llm.snapshot()["generation_tokens"]
     time.sleep(SECONDS)
     return float(llm.snapshot()["generation_tokens"] - before) / (time.perf_counter() - begin)
@@ -166,8 +166,9 @@ def main() -> None:
                     wait_until_idle(llm)
                 http, tools = found["http"] / found["alone"], found["tools"] / found["http"]
                 print(
-                    f"{streams:2} streams: AsyncLLM {found['alone']:,.0f} tokens/s, HTTP {found['http']:,.0f} ({http:.3f}, "
-                    f"at least {HOPE['http']}), with tools {found['tools']:,.0f} ({tools:.3f}, at least {HOPE['tools']})",
+                    f"{streams:2} streams: AsyncLLM {found['alone']:,.0f} tokens/s, HTTP {found['http']:,.0f} "
+                    f"({http:.3f}, at least {HOPE['http']}), with tools {found['tools']:,.0f} ({tools:.3f}, at least "
+                    f"{HOPE['tools']})",
                     flush=True,
                 )
 
