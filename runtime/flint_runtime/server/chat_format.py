@@ -170,9 +170,11 @@ class ChatFormat:
 
     def _finish_reason(self, piece: Piece) -> str | None:
         reason, parser = piece.output.finish_reason, self._generation.parsers[piece.answer]
-        if reason == "stop" and parser is not None and parser.num_calls and not self._named_call:
-            return "tool_calls"
-        return reason
+        if reason != "stop" or parser is None or not parser.num_calls:
+            return reason
+        if parser.unfinished_call:  # by a stop text, say: it must not look complete
+            return "length"
+        return "stop" if self._named_call else "tool_calls"
 
 
 class _Extras:

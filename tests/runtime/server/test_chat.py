@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_calls(server: Served, core: FakeCore, stream: bool) -> None:
         assert choice["message"]["content"] is None
     assert found == [("weather", '{"city": "Oslo"}'), ("weather", '{"city": "Rome"}')]
     assert reason == "tool_calls" and len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", [{"max_tokens": 15}, {"stop": ["slo"]}])
+def test_g7_a_call_that_is_cut_off(server: Served, core: FakeCore, stream: bool, how: dict[str, Any]) -> None:
+    """By the limit or by a stop text: the arguments stay unfinished, and the reason is the length, in both modes."""
+    core.answer = says(CALLS)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in server.chat_stream(tools=[WEATHER], **how)]
+        calls = [call["function"] for c in choices for call in c["delta"].get("tool_calls", ())]
+        reason = choices[-1]["finish_reason"]
+    else:
+        choice = server.chat(tools=[WEATHER], **how).json()["choices"][0]
+        calls, reason = [call["function"] for call in choice["message"]["tool_calls"]], choice["finish_reason"]
+    assert reason == "length"
+    assert "".join(call["arguments"] for call in calls).startswith('{"city": "') and len(calls) >= 1
+    with pytest.raises(ValueError):
+        json.loads("".join(call["arguments"] for call in calls))
 
 
 def test_g8_no_call_where_none_may_be(server: Served, core: FakeCore) -> None:
