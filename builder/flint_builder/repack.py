@@ -20,7 +20,7 @@ from flint_builder.checkpoint.datafile import UInt8
 from flint_builder.checkpoint.tensors import Rows
 from flint_builder.safetensors_writer import SafetensorsWriter
 from flint_builder.weights import DTYPE_BYTES, Recipe, WeightFile
-from flint_plugins import layout
+from flint_plugins import layout, packing
 from flint_plugins.ops import DType
 from flint_runtime.manifest import FileEntry
 from flint_runtime.rope import rope_rows, rope_table
@@ -146,13 +146,13 @@ def _pack(checkpoint: Checkpoint, recipe: Recipe, report: Report) -> Iterator[Ar
     groups: list[Sequence[Rows]] = []
     for parts in zip(*stored, strict=True):  # the sources of one expert
         groups += [parts] if together else [(part,) for part in parts]
-    row_bytes = groups[0][0].row_bytes
-    panels = max(1, min(CHUNK_BYTES // (layout.PANEL_ROWS * row_bytes), max(rows.count for rows, *_ in groups)))
+    width, share = groups[0][0].row_bytes, layout.PANEL_ROWS // len(groups[0])
+    panels = max(1, min(CHUNK_BYTES // (layout.PANEL_ROWS * width), max(rows.count for rows, *_ in groups) // share))
     # Made once per recipe: fresh memory for every chunk costs as much time as packing it.
-    chunk = np.empty((panels, layout.PANEL_ROWS, row_bytes), np.uint8)
-    packed = np.empty((panels, layout.PANEL_ROWS * row_bytes), np.uint8)
+    chunks = np.empty((len(groups[0]), panels * share, width), np.uint8)
+    packed = np.empty((panels, layout.PANEL_ROWS * width), np.uint8)
     for sharing in groups:
-        yield from _pack_panels(checkpoint, sharing, chunk, packed, report)
+        yield from _pack_panels(checkpoint, sharing, chunks, packed, report)
     if len(recipe.outputs) == 2:
         scales = [checkpoint.scales(source) for source in recipe.sources]
         report(sum(checkpoint.scale_bytes(source) for source in recipe.sources))
@@ -160,27 +160,24 @@ def _pack(checkpoint: Checkpoint, recipe: Recipe, report: Report) -> Iterator[Ar
 
 
 def _pack_panels(
-    checkpoint: Checkpoint, sharing: Sequence[Rows], chunk: UInt8, packed: UInt8, report: Report
+    checkpoint: Checkpoint, sharing: Sequence[Rows], chunks: UInt8, packed: UInt8, report: Report
 ) -> Iterator[Array]:
-    """Pack one matrix, or two whose rows share the panels (`layout.interleave_gate_up`): read where they belong.
+    """Pack one matrix, or two whose rows share the panels.
 
     Args:
-        chunk, packed: uint8 [panels, 16, row_bytes] and [panels, 16 * row_bytes], to work in.
+        chunks, packed: uint8 [matrices, rows, row_bytes] and [panels, 16 * row_bytes], to work in.
     """
-    share = layout.PANEL_ROWS // len(sharing)
-    panels, step = sharing[0].count // share, len(chunk)
-    for first in range(0, panels, step):
-        count = min(step, panels - first)
-        for index, rows in enumerate(sharing):
-            rows.read_into(first * share, chunk[:count, index * share : (index + 1) * share])
-        source, out = chunk[:count].reshape(count * layout.PANEL_ROWS, -1), packed[:count]
-        report(source.nbytes)
+    share, (_, step, _) = layout.PANEL_ROWS // len(sharing), chunks.shape
+    for first in range(0, sharing[0].count, step):
+        count = min(step, sharing[0].count - first)
+        parts, out = [chunk[:count] for chunk in chunks], packed[: count // share]
+        for rows, part in zip(sharing, parts, strict=True):
+            rows.read_into(first, part)
+        report(len(parts) * parts[0].nbytes)
         if checkpoint.weights == "bf16":
-            yield layout.pack_bf16(source.view(np.uint16), out.view(np.uint16))
-            continue
-        layout.pack_nvfp4(source, out)
-        if block_scales.any_irregular(layout.nvfp4_scales(out)):  # found where they lie together
-            for index, rows in enumerate(sharing):
-                checkpoint.normalize(rows, first * share, chunk[:count, index * share : (index + 1) * share])
-            layout.pack_nvfp4(source, out)
+            packing.pack_bf16([part.view(np.uint16) for part in parts], out.view(np.uint16))
+        elif packing.pack_nvfp4(parts, out) > block_scales.LARGEST_SCALE:
+            for rows, part in zip(sharing, parts, strict=True):
+                checkpoint.normalize(rows, first, part)
+            packing.pack_nvfp4(parts, out)
         yield out

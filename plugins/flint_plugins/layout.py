@@ -28,7 +28,6 @@ Arrays may carry leading dimensions (experts).
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -54,16 +53,8 @@ own). The fourth has the bits that are left, chosen so that a shift to the right
 1 + 2^5 + 2^10 bring all four of them to their places (plugins/kernels/panel.cuh).
 """
 
-_SCRATCH_BYTES = 1 << 16
-"""What packing BF16 works on at once: small enough for a core's first caches."""
-_NVFP4_BYTES = 1 << 18
-"""What packing NVFP4 works on at once, as stored: with the tables and the scratch it fits a core's second cache, and is
-large enough that numpy's cost of a call does not show."""
-
 UInt8 = npt.NDArray[np.uint8]
 UInt16 = npt.NDArray[np.uint16]
-UInt64 = npt.NDArray[np.uint64]
-Index = npt.NDArray[np.intp]
 
 
 def check_shape(rows: int, columns: int) -> None:
@@ -97,6 +88,7 @@ def _move_bits(order: tuple[int, ...]) -> UInt16:
     return np.asarray(moved, np.uint16)
 
 
+_SPREAD_CODES = _move_bits(_BIT_ORDER)
 _GATHER_CODES = _move_bits(tuple(_BIT_ORDER.index(i) for i in range(16)))
 
 
@@ -105,89 +97,27 @@ def _scale_tiles(tiles: int) -> int:
     return math.gcd(4, tiles)
 
 
-def pack_nvfp4(blocks: UInt8, out: UInt8 | None = None) -> UInt8:
-    """Pack GGUF NVFP4 super-blocks into panels.
+def pack_nvfp4(blocks: UInt8) -> UInt8:
+    """Pack GGUF NVFP4 super-blocks into panels. `packing.pack_nvfp4` is quicker.
 
     Args:
         blocks: uint8 [..., N, K / 64 * 36], rows as GGUF stores them.
-        out: where to write; uint8 [..., N / 16, 9 * K].
     Returns:
-        uint8 [..., N / 16, 9 * K]; `out` if given.
+        uint8 [..., N / 16, 9 * K].
     """
     *lead, rows, row_bytes = blocks.shape
     tiles = row_bytes // GGUF_BLOCK_BYTES
-    columns = tiles * TILE_COLUMNS
+    columns, panels = tiles * TILE_COLUMNS, rows // PANEL_ROWS
     check_shape(rows, columns)
-    panels = rows // PANEL_ROWS
-    if out is None:
-        out = np.empty((*lead, panels, 9 * columns), np.uint8)
-    source = blocks.reshape(-1, PANEL_ROWS * row_bytes)  # a panel as stored has as many bytes as a packed one
-    packed = out.reshape(source.shape)
-    code_order, scale_order = _nvfp4_order(tiles)
-    step = len(code_order)
-    words, scratch = np.empty((2, step, code_order.shape[1]), np.uint32)
-    scales = np.empty((step, scale_order.shape[1]), np.uint8)
-    for first in range(0, len(source), step):
-        panel = source[first : first + step].reshape(-1)
-        count = min(step, len(source) - first)
-        # mode="wrap" spares numpy a copy of what it writes; no index leaves the panels.
-        np.take(panel.view(np.uint32), code_order[:count], out=words[:count], mode="wrap")
-        np.take(panel, scale_order[:count], out=scales[:count], mode="wrap")
-        target = packed[first : first + step]
-        _spread_codes(
-            words[:count].view(np.uint16), scratch[:count].view(np.uint16), target[:, : 8 * columns].view(np.uint16)
-        )
-        target[:, 8 * columns :] = scales[:count]
-    return out
-
-
-@lru_cache(maxsize=16)
-def _nvfp4_order(tiles: int) -> tuple[Index, Index]:
-    """Where the parts of packed panels stand in the stored ones, for as many panels as are packed at once.
-
-    Returns:
-        of the codes, [panels, 2 * K], counted in words of 4 bytes; of the scales, [panels, K], counted in bytes.
-    """
-    panel_bytes = PANEL_ROWS * tiles * GGUF_BLOCK_BYTES
-    panels = max(1, _NVFP4_BYTES // panel_bytes)
-    stored = np.arange(panels * panel_bytes).reshape(panels, 2, 8, tiles, GGUF_BLOCK_BYTES)  # [panel, half, g, tile]
-    codes = stored[..., 4::4].reshape(panels, 2, 8, tiles, 4, 2) // 4  # [panel, half, g, tile, t, word]
+    source = np.ascontiguousarray(blocks).reshape(-1, panels, 2, 8, tiles, GGUF_BLOCK_BYTES)
+    packed = np.empty((source.shape[0], panels, 9 * columns), np.uint8)
+    codes = source[..., 4:].reshape(-1, panels, 2, 8, tiles, 4, 8).transpose(0, 1, 4, 3, 5, 2, 6)
+    halves = np.ascontiguousarray(codes).view(np.uint16).reshape(*packed.shape[:2], -1)
+    packed[..., : 8 * columns] = np.take(_SPREAD_CODES, halves).view(np.uint8)
     s = _scale_tiles(tiles)
-    scales = stored[..., :4].reshape(panels, 2, 8, tiles // s, s, 4)  # [panel, half, g, group, tile, t]
-    return codes.transpose(0, 3, 2, 4, 1, 5).reshape(panels, -1), scales.transpose(0, 3, 2, 5, 4, 1).reshape(panels, -1)
-
-
-def _spread_codes(words: UInt16, scratch: UInt16, out: UInt16) -> None:
-    """Move the bits of half words as `_BIT_ORDER` says, into `out`.
-
-    A table of all half words would be shorter to write, but numpy looks up one at a time, and does these 14 operations
-    on many at once. A factor of several powers of two shifts by each of them: the mask before it leaves the copies
-    room, the mask behind it keeps the wanted ones. No fewer operations were found in a search over such sums.
-
-    Args:
-        words: to be moved; is overwritten.
-        scratch: of the same shape, to work in.
-    """
-    np.right_shift(words, 6, out=scratch)
-    _move(scratch, 0x019E, 1 << 0 | 1 << 5 | 1 << 13, 0x701C, scratch)
-    _move(words, 0x8847, 1 << 0 | 1 << 1 | 1 << 8, 0x8F80, out)
-    np.bitwise_or(scratch, out, out=scratch)
-    np.right_shift(scratch, 2, out=scratch)
-    np.right_shift(words, 1, out=words)
-    _move(words, 0x081C, 1 << 0 | 1 << 3 | 1 << 13, 0xC018, words)
-    np.bitwise_or(scratch, words, out=out)
-
-
-def _move(words: UInt16, bits: int, factor: int, kept: int, out: UInt16) -> None:
-    """(words & bits) * factor & kept."""
-    np.bitwise_and(words, bits, out=out)
-    np.multiply(out, factor, out=out)
-    np.bitwise_and(out, kept, out=out)
-
-
-def nvfp4_scales(packed: UInt8) -> UInt8:
-    """The scale bytes of panels, a view: uint8 [..., N / 16, 9 * K] to [..., N / 16, K], in the order of the lanes."""
-    return packed[..., packed.shape[-1] // 9 * 8 :]
+    scales = source[..., :4].reshape(-1, panels, 2, 8, tiles // s, s, 4).transpose(0, 1, 4, 3, 6, 5, 2)
+    packed[..., 8 * columns :] = scales.reshape(*packed.shape[:2], -1)
+    return packed.reshape(*lead, panels, 9 * columns)
 
 
 def unpack_nvfp4(packed: UInt8) -> UInt8:
@@ -206,53 +136,18 @@ def unpack_nvfp4(packed: UInt8) -> UInt8:
     return blocks.reshape(*lead, rows, tiles * GGUF_BLOCK_BYTES)
 
 
-def pack_bf16(weight: UInt16, out: UInt16 | None = None) -> UInt16:
-    """Pack a BF16 weight, given as its bits.
+def pack_bf16(weight: UInt16) -> UInt16:
+    """Pack a BF16 weight, given as its bits: uint16 [..., N, K] to [..., N / 16, 16 * K].
 
-    Args:
-        weight: uint16 [..., N, K].
-        out: where to write; uint16 [..., N / 16, 16 * K].
-    Returns:
-        uint16 [..., N / 16, 16 * K]; `out` if given.
+    `packing.pack_bf16` is quicker.
     """
     *lead, rows, columns = weight.shape
     check_shape(rows, columns)
     panels, tiles = rows // PANEL_ROWS, columns // TILE_COLUMNS
-    if out is None:
-        out = np.empty((*lead, panels, PANEL_ROWS * columns), np.uint16)
-    source = weight.reshape(-1, 2, 8, tiles, 4, 2, 8).view(np.uint64)  # [panel, half, g, tile, t, pair, i / 2]
-    packed = out.reshape(-1, tiles, PANEL_ROWS * TILE_COLUMNS).view(np.uint64).reshape(-1, tiles, 2, 2, 8, 4, 2)
-    # packed: [panel, tile, i / 2, i % 2, g, t, pair]; an element holds the pairs of rows g and g + 8
-    step = max(1, _SCRATCH_BYTES // (2 * PANEL_ROWS * columns))
-    scratch = np.empty((2, min(step, len(source)), *source.shape[1:]), np.uint64)
-    for first in range(0, len(source), step):
-        block = source[first : first + step]
-        _pair_rows(block, scratch[:, : len(block)], packed[first : first + step])
-    return out
-
-
-def _pair_rows(words: UInt64, scratch: UInt64, packed: UInt64) -> None:
-    """Pack panels whose four columns c to c + 3 are the 16-bit fields of one word.
-
-    Exchanging the middle two fields leaves instruction c's pair (c, c + 2) in the low half of the word and the next
-    instruction's pair in the high half; the halves of rows g and g + 8 then belong together.
-    """
-    swapped, other = scratch
-    middle, low = np.uint64(0xFFFF0000), np.uint64(0xFFFFFFFF)
-    np.bitwise_and(words, ~(middle | middle << 16), out=swapped)
-    np.left_shift(np.bitwise_and(words, middle, out=other), 16, out=other)
-    swapped |= other
-    np.bitwise_and(np.right_shift(words, 16, out=other), middle, out=other)
-    swapped |= other
-    upper, lower = swapped[:, 0], swapped[:, 1]
-    even, odd = other[:, 0], other[:, 1]
-    order = (0, 2, 5, 1, 3, 4)
-    np.left_shift(lower, 32, out=even)
-    even |= np.bitwise_and(upper, low, out=odd)
-    packed[:, :, :, 0] = even.transpose(order)
-    np.right_shift(upper, 32, out=odd)
-    odd |= np.bitwise_and(lower, ~low, out=even)
-    packed[:, :, :, 1] = odd.transpose(order)
+    values = weight.reshape(-1, panels, 2, 8, tiles, 4, 16)
+    source = values[..., _COLUMN_ORDER]  # [x, panel, half, g, tile, t, i, pair, 2]
+    packed: UInt16 = source.transpose(0, 1, 4, 6, 3, 5, 7, 2, 8).reshape(*lead, panels, PANEL_ROWS * columns)
+    return packed
 
 
 def unpack_bf16(packed: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:

@@ -9,13 +9,12 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Const, Expr, Impossible, Node, Scope, TemplateData
+from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from flint_runtime.arguments import text
+from flint_runtime.chat.template_sandbox import MOST_CHARACTERS, TemplateSandbox, with_small_widths
 from flint_runtime.errors import UsageError, shown
 
 Message = Mapping[str, Any]
@@ -30,30 +29,6 @@ class TemplateSourceError(Exception):
     """A text is no chat template."""
 
 
-class _CodeGenerator(CodeGenerator):
-    """Computes no constant of a template while it compiles it, such as {{ '%999999999d' % 1 }}.
-
-    The environment's option "optimized" leaves that to what is printed.
-    """
-
-    def _output_child_to_const(self, node: Expr, frame: Frame, finalize: Any) -> str:
-        if not isinstance(node, Const | TemplateData):
-            raise Impossible
-        return super()._output_child_to_const(node, frame, finalize)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Takes only powers that are small."""
-
-    code_generator_class = _CodeGenerator
-    intercepted_binops = frozenset({"**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int) and right * left.bit_length() > 4096:
-            raise ValueError("a power in it is too large")
-        return super().call_binop(context, operator, left, right)
-
-
 class ChatTemplate:
     """A compiled template. Thread-safe."""
 
@@ -63,14 +38,12 @@ class ChatTemplate:
         Raises:
             TemplateSourceError: it cannot be compiled.
         """
-        # Not optimised: jinja would compute constants such as 'x' * 10**12 while it compiles.
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], optimized=False
-        )
-        environment.filters["tojson"] = _to_json
+        environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment.filters["tojson"] = with_small_widths(_to_json)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self._environment = environment
         try:
             self._template = environment.from_string(source)
         except RecursionError:
@@ -108,7 +81,7 @@ class ChatTemplate:
             mark = f"continued-{secrets.token_hex(8)}"
             conversation[-1] = _marked(conversation[-1], mark)
         try:
-            rendered = self._template.render(
+            rendered = self._print(
                 {
                     **self._special_tokens,
                     "documents": None,
@@ -128,6 +101,16 @@ class ChatTemplate:
                     "continue_final_message cannot be used: the chat template does not print the last message once."
                 )
         return text("The conversation", rendered)
+
+    def _print(self, values: Mapping[str, Any]) -> str:
+        self._environment.begin()
+        pieces, characters = [], 0
+        for piece in self._template.generate(values):
+            characters += len(piece)
+            if characters > MOST_CHARACTERS:
+                raise ValueError(f"it prints more than {MOST_CHARACTERS:,} characters")
+            pieces.append(piece)
+        return "".join(pieces)
 
 
 def template_options(kwargs: object) -> dict[str, Any]:

@@ -123,6 +123,9 @@ class GrammarPool:
             raise type(error)(str(error)) from None  # A new one for everyone.
 
     def _make(self, key: tuple[str, bytes], text: str) -> _GrammarProcess:
+        with self._lock:  # Those that nobody uses make room first.
+            while len(self._processes) >= _MAX_GRAMMARS and self._latest:
+                self._latest.popitem(last=False)
         if len(self._processes) >= _MAX_GRAMMARS:
             raise ResourceError(
                 f"{_MAX_GRAMMARS} different grammars are in use, the most at the same time. Try again when some "

@@ -65,6 +65,8 @@ class Limits:
     """Processor time for a token: to take it in, and for the mask behind it. Ordinary ones take 0.1 to 5 ms."""
     memory_bytes: int = 256 << 20
     """Of the grammar and the parser's states. The schema of 50,000 texts takes 60 MB, an ordinary one 12."""
+    answer_bytes: int = 8 << 20
+    """More for every answer that is under way: each has states of its own, which grow with its length."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ def _run_child(parser: Parser, limits: Limits, grammar: socket.socket) -> None:
     threading.stack_size(_STACK_BYTES)
     # The reserved stack is address space, not memory.
     most = _address_space() + _STACK_BYTES + limits.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    thread = threading.Thread(target=_Child(parser, limits, grammar).serve)
+    child = _Child(parser, limits, grammar, most)
+    child.limit_memory()
+    thread = threading.Thread(target=child.serve)
     thread.start()
     thread.join()
     os._exit(0)
@@ -172,8 +175,13 @@ class Parser:
 class _Child:
     """Compiles one grammar and serves its sessions."""
 
-    def __init__(self, parser: Parser, limits: Limits, grammar: socket.socket) -> None:
+    def __init__(self, parser: Parser, limits: Limits, grammar: socket.socket, most_address_space: int) -> None:
+        """
+        Args:
+            most_address_space: bytes, without those of answers.
+        """
         self._parser, self._limits, self._grammar = parser, limits, grammar
+        self._most_address_space = most_address_space
         self._sessions: dict[int, tuple[socket.socket, LLMatcher]] = {}
         self._poll = select.poll()
         self._most_bytes = _resident() + limits.memory_bytes // 2
@@ -189,6 +197,13 @@ class _Child:
                     self._open()
                 elif descriptor in self._sessions:
                     self._advance(descriptor)
+
+    def limit_memory(self) -> None:
+        """Let the process have what the grammar may take, and what the answers under way may."""
+        most = self._most_address_space + len(self._sessions) * self._limits.answer_bytes
+        highest = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = most if highest == resource.RLIM_INFINITY else min(most, highest)
+        resource.setrlimit(resource.RLIMIT_AS, (most, highest))
 
     def _compile(self) -> bool:
         try:
@@ -221,6 +236,7 @@ class _Child:
             return
         session = socket.socket(fileno=descriptors[0])
         self._sessions[session.fileno()] = (session, self._matcher.deep_copy())
+        self.limit_memory()
         self._poll.register(session, select.POLLIN)
         self._answer(session, *self._first)
         # States of the parser are kept for all requests, and grow. Who needs the grammar later gets a new process.
@@ -238,6 +254,7 @@ class _Child:
             self._poll.unregister(session)
             session.close()
             del self._sessions[descriptor]
+            self.limit_memory()
             return
         token = TOKEN.unpack(message)[0]
         if token == RESTART:

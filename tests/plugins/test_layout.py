@@ -32,31 +32,6 @@ def test_nvfp4_round_trip(size: tuple[list[int], int, int], seed: int) -> None:
     assert packed.shape == (*lead, panels, 9 * 64 * tiles)
     np.testing.assert_array_equal(layout.unpack_nvfp4(packed), blocks)
     np.testing.assert_array_equal(layout.unpack_nvfp4(packed.view(np.int8)), blocks)
-    out = np.empty_like(packed)
-    assert layout.pack_nvfp4(blocks, out) is out
-    np.testing.assert_array_equal(out, packed)
-
-
-def test_bits_of_every_half_word_move_to_their_places() -> None:
-    words = np.arange(1 << 16, dtype=np.uint16)
-    bits = np.arange(16)
-    expected = ((words[:, None] >> bits & 1).astype(np.uint64) << np.array(layout._BIT_ORDER, np.uint64)).sum(axis=1)
-    out = np.empty_like(words)
-    layout._spread_codes(words.copy(), np.empty_like(words), out)
-    np.testing.assert_array_equal(out, expected)
-
-
-@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 8])
-def test_nvfp4_in_several_steps(tiles: int) -> None:
-    """More panels than are packed at once, the last step with fewer; each is packed as it is alone."""
-    panels = len(layout._nvfp4_order(tiles)[0]) + 3
-    blocks = random_blocks(tiles, [2], 16 * panels, tiles)
-    packed = layout.pack_nvfp4(blocks)
-    np.testing.assert_array_equal(layout.unpack_nvfp4(packed), blocks)
-    last = layout.pack_nvfp4(blocks[1, -16:])
-    np.testing.assert_array_equal(packed[1, -1:], last)
-    stored = np.sort(blocks.reshape(-1, 4 + 32)[:, :4].reshape(2, panels, -1), axis=-1)
-    np.testing.assert_array_equal(np.sort(layout.nvfp4_scales(packed), axis=-1), stored)
 
 
 @pytest.mark.parametrize(

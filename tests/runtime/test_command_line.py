@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -160,8 +161,10 @@ PROGRAM = """
 
 
 def start(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
+    """The program; it hears of Ctrl-C even where a shell started these tests in the background."""
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments]
-    values: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    values: dict[str, object] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": heard} | options
     return subprocess.Popen(command, **values)  # type: ignore[call-overload,no-any-return]
 
 

@@ -95,7 +95,7 @@ def test_no_step_is_sat_out_in_the_free_part() -> None:
     assert sum(phase == "decode" for phase, _ in executor.steps) == len(drawn) - 1 + dropped
     masks: list[int] = []
     core, executor = open_core()
-    executor.set_token_mask = lambda slot, mask: masks.append(slot)  # type: ignore[method-assign]
+    executor.set_token_mask = lambda sample_slot, mask: masks.append(sample_slot)  # type: ignore[method-assign]
     run(core, [request("b", prompt(9), 50, grammar=ThinkingPart(RULES, None, None))])
     assert len(masks) == 1, "the same mask is handed over once"
 

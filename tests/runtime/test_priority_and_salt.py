@@ -44,7 +44,7 @@ def test_prefixes_are_shared_with_the_same_salt_only() -> None:
     core, _ = open_core()
     cached = []
     for index, salt in enumerate((None, "a", "b", "a", None, "b")):
-        one = request(str(index), tokens, 5, **({} if salt is None else {"cache_salt": salt}))
+        one = request(str(index), tokens, 5, cache_salt=salt)
         found = run(core, [one])
         assert found.tokens(str(index)) == expected_tokens(one)
         cached.append(found.last(str(index)).cached_tokens)

@@ -1,1 +1,1 @@
-"""Chat without HTTP: messages and tools in, a prompt; tokens in, reasoning, content and calls."""
+"""Chat: messages, prompts, tools and the parsing of answers. Knows no HTTP."""
