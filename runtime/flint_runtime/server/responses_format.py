@@ -153,7 +153,7 @@ class ResponsesFormat:
         for piece in batch.pieces:
             for event in piece.events:
                 self._add(event, said)
-            if piece.output.finish_reason == "length":
+            if self._generation.is_cut_off(piece):
                 self._last_status = "incomplete"
 
     def _add(self, event: Event, said: list[bytes]) -> None:

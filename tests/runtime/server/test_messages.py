@@ -120,22 +120,26 @@ def test_a_call_is_complete_as_soon_as_it_is(server: Served, core: FakeCore) -> 
     assert len(stops) == 3 and names[stops[1] + 1] == "content_block_start"
 
 
-def test_a_call_that_the_limit_cuts_off(server: Served, core: FakeCore) -> None:
-    """It has no half value in it, its text is never closed, and the reason is the limit."""
+@pytest.mark.parametrize("by_limit", [True, False])
+def test_a_call_that_is_cut_off(server: Served, core: FakeCore, by_limit: bool) -> None:
+    """By the limit or by a stop text: no half value, its text is never closed, and the reason is the limit."""
     core.answer = says(CALLS)
-    fields: dict[str, Any] = {"tools": [WEATHER], "max_tokens": len(TOKENIZER.encode(CALLS.partition("slo")[0]))}
-    message = ask(server, **fields).json()
+    most = len(TOKENIZER.encode(CALLS.partition("slo")[0]))
+    limits = {"max_tokens": most} if by_limit else {"max_tokens": 900, "stop_sequences": ["lo"]}
+    message = ask(server, tools=[WEATHER], **limits).json()
     call = message["content"][-1]
     assert message["stop_reason"] == "max_tokens" and (call["type"], call["input"]) == ("tool_use", {})
-    events = named_events(server, "/v1/messages", {"messages": QUESTION, **fields})
+    events = named_events(server, "/v1/messages", {"messages": QUESTION, "tools": [WEATHER], **limits})
     deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
-    assert "".join(delta.get("partial_json", "") for delta in deltas) == '{"city": "Oslo'
-    assert events[-2][1]["delta"]["stop_reason"] == "max_tokens" and events[-3][0] == "content_block_stop"
+    text = "".join(delta.get("partial_json", "") for delta in deltas)
+    assert text == ('{"city": "Oslo' if by_limit else '{"city": "Os')
+    assert events[-2][1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-3][0] == "content_block_stop"
 
 
 def test_numbers_of_any_size(server: Served) -> None:
     """Arguments come back as they stand."""
-    generation = SimpleNamespace(parsers=[None], usage=Usage())
+    generation = SimpleNamespace(parsers=[None], usage=Usage(), is_cut_off=lambda piece: False)
     form = MessagesFormat(generation, message_id="m", model="x", shows_thinking=True)  # type: ignore[arg-type]
     events = [CallStart(0, "c", "add"), CallArguments(0, '{"n": 12345678901234567890123}'), CallEnd(0)]
     output = CompletionOutput(0, "", [1], 0.0, finish_reason="stop")

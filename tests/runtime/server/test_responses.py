@@ -378,15 +378,18 @@ def test_nested_deeply(server: Served, levels: int) -> None:
     assert server.client.post("/v1/responses", content=body).status_code in (200, 400)
 
 
-def test_a_call_that_the_limit_cuts_off(server: Served, core: FakeCore) -> None:
-    """Its arguments stay the unfinished text in both modes, and nothing says that it is complete."""
+@pytest.mark.parametrize("by_limit", [True, False])
+def test_a_call_that_is_cut_off(server: Served, core: FakeCore, by_limit: bool) -> None:
+    """By the limit or by a stop text: the arguments stay unfinished in both modes, and nothing says they are not."""
     core.answer = says(CALLS)
     most = len(TOKENIZER.encode(CALLS.partition("slo")[0]))
-    streamed_one, _ = streamed(server, tools=[WEATHER], max_output_tokens=most)
-    whole = ask(server, tools=[WEATHER], max_output_tokens=most).json()
+    limits: dict[str, Any] = {"max_output_tokens": most} if by_limit else {"stop": ["lo"]}
+    streamed_one, _ = streamed(server, tools=[WEATHER], **limits)
+    whole = ask(server, tools=[WEATHER], **limits).json()
     for response in (streamed_one, whole):
         call = response["output"][-1]
-        assert call["arguments"] == '{"city": "Oslo' and call["status"] == response["status"] == "incomplete"
+        assert call["arguments"] == ('{"city": "Oslo' if by_limit else '{"city": "Os')
+        assert call["status"] == response["status"] == "incomplete"
     assert without_names(streamed_one) == without_names(whole)
 
 

@@ -110,12 +110,14 @@ def test_codex(nano: Served) -> None:
 
 def test_tool_choice(client: OpenAI) -> None:
     """The model would call weather twice."""
-    for choice, parallel, name in (("required", False, "weather"), ({"type": "function", "name": "now"}, True, "now")):
+    named: Any = {"type": "function", "name": "now"}
+    forced: list[tuple[Any, bool, str]] = [("required", False, "weather"), (named, True, "now")]
+    for choice, parallel, name in forced:
         response = client.responses.create(
             model=MODEL,
             input=WEATHER_QUESTION,
             tools=TOOLS_OF_RESPONSES,
-            tool_choice=choice,  # type: ignore[arg-type]
+            tool_choice=choice,
             parallel_tool_calls=parallel,
             reasoning={"effort": "none"},
             temperature=0,
