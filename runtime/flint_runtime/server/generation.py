@@ -143,6 +143,11 @@ class Generation:
         self._last[prompt] = output
         return Batch(prompt, output, pieces)
 
+    def is_cut_off(self, piece: Piece) -> bool:
+        """Whether the last piece of an answer ends in the middle: at the limit, or at a stop text inside a call."""
+        parser = self.parsers[piece.answer]
+        return piece.output.finish_reason == "length" or (parser is not None and parser.unfinished_call)
+
     def records(self) -> list[dict[str, Any]]:
         """Timings of the requests, in seconds; None: it did not come so far."""
         now = time.monotonic()

@@ -8,9 +8,8 @@ from typing import Any
 import orjson
 
 from flint_runtime.chat.events import CallArguments, CallEnd, CallStart, ContentText, Event, ReasoningText
-from flint_runtime.outputs import CompletionOutput
 from flint_runtime.server.errors import ErrorReply
-from flint_runtime.server.generation import Batch, Generation
+from flint_runtime.server.generation import Batch, Generation, Piece
 
 _dump = orjson.dumps
 
@@ -31,7 +30,7 @@ class MessagesFormat:
         """Of that block, or of the last one."""
         self._delta = b""
         """What stands before the text of its deltas."""
-        self._last: CompletionOutput | None = None
+        self._last: Piece | None = None
 
     # --- Streamed -----------------------------------------------------------------------------------------------------
 
@@ -45,7 +44,7 @@ class MessagesFormat:
         for piece in batch.pieces:
             for event in piece.events:
                 self._say(event, said)
-            self._last = piece.output
+            self._last = piece
         return b"".join(said)
 
     def end(self) -> bytes:
@@ -108,7 +107,7 @@ class MessagesFormat:
             {
                 **self._message,
                 "content": self._content(piece.events),
-                **self._stop(piece.output),
+                **self._stop(piece),
                 "usage": self._usage(),
             }
         )
@@ -146,17 +145,16 @@ class MessagesFormat:
         signature: str = self._message["id"]
         return signature
 
-    def _stop(self, output: CompletionOutput | None) -> dict[str, Any]:
-        assert output is not None
+    def _stop(self, piece: Piece | None) -> dict[str, Any]:
+        assert piece is not None
         (parser,) = self._generation.parsers
-        sequence = output.stop_reason if isinstance(output.stop_reason, str) else None
-        if output.finish_reason == "length":
-            reason = "max_tokens"
-        elif sequence is not None:
-            reason = "stop_sequence"
-        else:
-            reason = "tool_use" if parser is not None and parser.num_calls else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        stop = piece.output.stop_reason
+        if self._generation.is_cut_off(piece):
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        called = parser is not None and parser.num_calls
+        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage

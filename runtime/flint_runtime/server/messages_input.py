@@ -70,7 +70,7 @@ def _messages(body: CountTokensRequest) -> list[Message]:
 
 def _system(name: str, content: object) -> Iterator[Message]:
     parts = _without_billing([_text(where, block) for where, block in _blocks(name, content)])
-    if parts:
+    if any(part["text"] for part in parts):
         yield {"role": "system", "content": _content(parts)}
 
 

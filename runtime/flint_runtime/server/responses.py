@@ -42,10 +42,12 @@ class ResponsesApi:
         body.refuse_unserved()
         earlier = self._earlier(body.previous_response_id)
         plan = ChatApi().plan(service, chat_request(body, earlier), request_id)
+        head = _head(service, body)
+        _encoded("text, tool_choice", head)
         make_format = partial(
             ResponsesFormat,
-            head=_head(service, body),
-            items=orjson.dumps([*earlier, *input_items(body)]) if body.is_stored else b"[]",
+            head=head,
+            items=_encoded("input", [*earlier, *input_items(body)]) if body.is_stored else b"[]",
             seals=body.seals_reasoning,
             store=self.store.put if body.is_stored else None,
             running=self._remember,
@@ -141,6 +143,14 @@ def _head(service: Service, body: ResponsesRequest) -> dict[str, Any]:
         "top_p": defaults.get("top_p") if body.top_p is None else body.top_p,
         "truncation": "disabled",
     }
+
+
+def _encoded(name: str, value: object) -> bytes:
+    """A value of a body as JSON, before anything is answered. Raises UsageError where it is nested too deeply."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        raise UsageError(f"{name} must be nested less deeply.") from None
 
 
 def _id_of(request: Request) -> str:

@@ -137,9 +137,8 @@ class ResponsesFormat:
         said: list[bytes] = []
         self._begin(said)
         self._close("incomplete", said)
-        ended = self._ended
-        if ended is None:
-            ended = self._finish("failed", error={"code": "server_error", "message": error.message})
+        failure = {"code": "server_error", "message": error.message}
+        ended = self._ended or self._finish("failed", error=failure)
         self._say("response.failed", said, response=orjson.Fragment(ended))
         return b"".join(said)
 
@@ -154,7 +153,7 @@ class ResponsesFormat:
         for piece in batch.pieces:
             for event in piece.events:
                 self._add(event, said)
-            if piece.output.finish_reason == "length":
+            if self._generation.is_cut_off(piece):
                 self._last_status = "incomplete"
 
     def _add(self, event: Event, said: list[bytes]) -> None:

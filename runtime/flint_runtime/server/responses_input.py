@@ -19,6 +19,7 @@ from flint_runtime.server.protocol.responses import ResponsesRequest
 _SEAL = "flint-reasoning:"
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of parts that are text, with the field that has it."""
+_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 
 Message = dict[str, Any]
 
@@ -34,6 +35,8 @@ def chat_request(body: ResponsesRequest, earlier: Sequence[Any]) -> ChatRequest:
         conversation.add(f"previous_response_id[{index}]", item)
     for index, item in enumerate(input_items(body)):
         conversation.add(f"input[{index}]", item)
+    if not conversation.messages:
+        raise UsageError("input must have an item, found none.")
     tools = function_tools(body.tools)
     fields = {name: getattr(body, name) for name in SamplingFields.model_fields}
     fields.update(
@@ -56,7 +59,7 @@ def input_items(body: ResponsesRequest) -> list[Any]:
     return body.input
 
 
-def function_tools(tools: Sequence[Any] | None) -> list[Mapping[str, Any]]:
+def function_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """The tools that are functions. Others are skipped: OpenAI runs them, or has their format. Raises UsageError."""
     found = []
     for index, tool in enumerate(tools or ()):
@@ -67,7 +70,7 @@ def function_tools(tools: Sequence[Any] | None) -> list[Mapping[str, Any]]:
                 f"{shown(tool)}."
             )
         if kind == "function":
-            found.append(tool)
+            found.append({name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None})
         else:
             log_once(kind, "Requests offer a tool that is no function, which this server skips: %s")
     return found
@@ -184,8 +187,7 @@ def _call(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    known = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in known if tool.get(name) is not None}}
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _tool_choice(choice: object, tools: Sequence[Any]) -> object:

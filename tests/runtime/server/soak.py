@@ -25,6 +25,7 @@ from tests.runtime.fake_core import FakeCore, fake_engine
 from tests.runtime.server.serving import QUESTION, says, serving
 
 AT_ONCE = 16
+CLAUDE_TOOL = {"name": "weather", "input_schema": {"type": "object"}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -59,6 +60,10 @@ def body(drawn: random.Random, number: int) -> tuple[str, Any, int]:
         ("/v1/chat/completions", {"messages": QUESTION, "n": 4, "stream": True, "tools": [TOOL]}, 200),
         ("/v1/completions", {"prompt": ["a", "b", "c"], "echo": True, "stream": True}, 200),
         ("/v1/completions", {"prompt": "x", "stop": ["12"], f"unknown_{number}": 1}, 200),
+        ("/v1/messages", {**chat, "max_tokens": 900, "stream": True, "tools": [CLAUDE_TOOL]}, 200),
+        ("/v1/messages", {**chat, "max_tokens": "none"}, 400),
+        ("/v1/responses", {"input": chat["messages"], "stream": True, "metadata": {"number": str(number)}}, 200),
+        ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_gone"}, 404),
         ("/tokenize", {"prompt": f"{number} " * 100}, 200),
         ("/v1/chat/completions", {"messages": "no list"}, 400),
         ("/v1/chat/completions", {"messages": QUESTION, "model": f"unknown-{number}"}, 404),

@@ -12,6 +12,7 @@ import pytest
 
 from flint_runtime.chat.events import CallArguments, CallEnd, CallStart
 from flint_runtime.outputs import CompletionOutput
+from flint_runtime.request import EngineRequest
 from flint_runtime.server.errors import ApiError
 from flint_runtime.server.generation import Batch, Piece, Usage
 from flint_runtime.server.messages_format import MessagesFormat
@@ -119,18 +120,26 @@ def test_a_call_is_complete_as_soon_as_it_is(server: Served, core: FakeCore) -> 
     assert len(stops) == 3 and names[stops[1] + 1] == "content_block_start"
 
 
-def test_a_call_that_the_limit_cuts_off(server: Served, core: FakeCore) -> None:
-    """It has no half value in it, and the reason is the limit."""
+@pytest.mark.parametrize("by_limit", [True, False])
+def test_a_call_that_is_cut_off(server: Served, core: FakeCore, by_limit: bool) -> None:
+    """By the limit or by a stop text: no half value, its text is never closed, and the reason is the limit."""
     core.answer = says(CALLS)
-    cut = len(TOKENIZER.encode(CALLS.partition("slo")[0]))
-    message = ask(server, tools=[WEATHER], max_tokens=cut).json()
-    assert message["stop_reason"] == "max_tokens"
-    assert all(block["input"] == {} for block in message["content"] if block["type"] == "tool_use")
+    most = len(TOKENIZER.encode(CALLS.partition("slo")[0]))
+    limits = {"max_tokens": most} if by_limit else {"max_tokens": 900, "stop_sequences": ["lo"]}
+    message = ask(server, tools=[WEATHER], **limits).json()
+    call = message["content"][-1]
+    assert message["stop_reason"] == "max_tokens" and (call["type"], call["input"]) == ("tool_use", {})
+    events = named_events(server, "/v1/messages", {"messages": QUESTION, "tools": [WEATHER], **limits})
+    deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
+    text = "".join(delta.get("partial_json", "") for delta in deltas)
+    assert text == ('{"city": "Oslo' if by_limit else '{"city": "Os')
+    assert events[-2][1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-3][0] == "content_block_stop"
 
 
 def test_numbers_of_any_size(server: Served) -> None:
     """Arguments come back as they stand."""
-    generation = SimpleNamespace(parsers=[None], usage=Usage())
+    generation = SimpleNamespace(parsers=[None], usage=Usage(), is_cut_off=lambda piece: False)
     form = MessagesFormat(generation, message_id="m", model="x", shows_thinking=True)  # type: ignore[arg-type]
     events = [CallStart(0, "c", "add"), CallArguments(0, '{"n": 12345678901234567890123}'), CallEnd(0)]
     output = CompletionOutput(0, "", [1], 0.0, finish_reason="stop")
@@ -278,6 +287,23 @@ def test_other_headers_stay(server: Served, core: FakeCore) -> None:
 def test_thinking(server: Served, core: FakeCore, thinking: Any, is_open: bool) -> None:
     prompt = prompt_of(server, core, thinking=thinking)
     assert prompt.endswith("<think>" if is_open else "</think>")
+
+
+def test_parameters_reach_the_engine(server: Served, core: FakeCore) -> None:
+    seen: list[EngineRequest] = []
+    answer = core.answer
+    core.answer = lambda request: seen.append(request) or answer(request)  # type: ignore[func-returns-value]
+    fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "max_tokens": 20}
+    assert ask(server, **fields, thinking={"type": "enabled", "budget_tokens": 11}).status_code == 200
+    params = seen[0].params
+    assert {name: getattr(params, name) for name in fields} == fields and params.thinking_token_budget == 11
+    assert ask(server, thinking={"type": "disabled", "budget_tokens": 11}).status_code == 200
+    assert seen[1].params.thinking_token_budget is None
+
+
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_prompt_is_none(server: Served, core: FakeCore, system: Any) -> None:
+    assert "<|system|>" not in prompt_of(server, core, system=system)
 
 
 def test_an_answer_that_is_begun_goes_on(server: Served, core: FakeCore) -> None:

@@ -321,7 +321,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
     ("fields", "param"),
     [
         ({"input": None}, "input"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": ["Hi"]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role"),
@@ -342,7 +342,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"background": True}, "background"),
@@ -352,11 +352,45 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
         ({"n": 2}, "n"),
         ({"truncation": "some"}, "truncation"),
         ({"store": "yes"}, "store"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
     ],
 )
 def test_wrong_fields(server: Served, fields: dict[str, Any], param: str | None) -> None:
     check(ask(server, **fields), 400, param)
     assert ask(server).status_code == 200
+
+
+@pytest.mark.parametrize("levels", [100, 300, 1000, 100_000])
+def test_nested_deeply(server: Served, levels: int) -> None:
+    """Wherever it is: refused or not, it is no fault of the server's."""
+    deep = "[" * levels + "]" * levels
+    schema = f'{{"type": "json_schema", "name": "x", "schema": {{"enum": {deep}}}}}'
+    for fields in (
+        f'"metadata": {deep}',
+        f'"text": {{"format": {schema}}}',
+        f'"tools": [{{"type": "function", "name": "x", "y": {deep}}}]',
+        f'"tool_choice": {{"type": "function", "name": {deep}}}',
+    ):
+        for stream in ("true", "false"):
+            response = server.client.post("/v1/responses", content=f'{{"input": "Hi", "stream": {stream}, {fields}}}')
+            assert response.status_code in (200, 400), response.text
+    body = f'{{"input": [{{"role": "user", "content": "Hi", "x": {deep}}}]}}'
+    assert server.client.post("/v1/responses", content=body).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("by_limit", [True, False])
+def test_a_call_that_is_cut_off(server: Served, core: FakeCore, by_limit: bool) -> None:
+    """By the limit or by a stop text: the arguments stay unfinished in both modes, and nothing says they are not."""
+    core.answer = says(CALLS)
+    most = len(TOKENIZER.encode(CALLS.partition("slo")[0]))
+    limits: dict[str, Any] = {"max_output_tokens": most} if by_limit else {"stop": ["lo"]}
+    streamed_one, _ = streamed(server, tools=[WEATHER], **limits)
+    whole = ask(server, tools=[WEATHER], **limits).json()
+    for response in (streamed_one, whole):
+        call = response["output"][-1]
+        assert call["arguments"] == ('{"city": "Oslo' if by_limit else '{"city": "Os')
+        assert call["status"] == response["status"] == "incomplete"
+    assert without_names(streamed_one) == without_names(whole)
 
 
 def test_other_refusals(server: Served) -> None:

@@ -46,9 +46,6 @@ def test_a_conversation_with_two_tools(client: OpenAI) -> None:
     assert last.usage and last.usage.input_tokens_details.cached_tokens >= 64
     assert client.responses.retrieve(last.id).output_text == ANSWER
     client.responses.delete(last.id)
-    # The same with the whole conversation in the input.
-    whole = [{"role": "user", "content": WEATHER_QUESTION}, *first.output, *outputs]
-    assert client.responses.create(input=whole, store=False, **asked).output_text == ANSWER
 
 
 def test_a_form_of_the_answer(client: OpenAI) -> None:
@@ -109,3 +106,21 @@ def test_codex(nano: Served) -> None:
     assert last["status"] == "completed" and last["output"][-1]["content"][0]["text"] == ANSWER
     asked = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
     assert last["usage"]["input_tokens_details"]["cached_tokens"] >= asked - 64
+
+
+def test_tool_choice(client: OpenAI) -> None:
+    """The model would call weather twice."""
+    named: Any = {"type": "function", "name": "now"}
+    forced: list[tuple[Any, bool, str]] = [("required", False, "weather"), (named, True, "now")]
+    for choice, parallel, name in forced:
+        response = client.responses.create(
+            model=MODEL,
+            input=WEATHER_QUESTION,
+            tools=TOOLS_OF_RESPONSES,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            reasoning={"effort": "none"},
+            temperature=0,
+            max_output_tokens=60,
+        )
+        assert [item.name for item in response.output if item.type == "function_call"] == [name]

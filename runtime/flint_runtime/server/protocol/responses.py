@@ -37,7 +37,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: int | None = None
     include: list[str] | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     truncation: str | None = None
     background: bool | None = None
     conversation: Any = None
@@ -57,6 +57,8 @@ class ResponsesRequest(SamplingFields):
     def refuse_unserved(self) -> None:
         """Raise UsageError for what would change an answer and is not there."""
         super().refuse_unserved()
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise UsageError(f"max_output_tokens must be 1 or more, found {self.max_output_tokens}.")
         if self.background:
             raise UsageError("background must be false or left out: a response is answered while its client waits.")
         if self.conversation is not None:
