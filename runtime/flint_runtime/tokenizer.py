@@ -11,9 +11,9 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from flint_runtime.arguments import text as checked_text
-from flint_runtime.chat_template import ChatTemplate, TemplateSourceError
-from flint_runtime.chat_template import Message as Message
-from flint_runtime.chat_template import Tool as Tool
+from flint_runtime.chat.messages import Message as Message
+from flint_runtime.chat.template import ChatTemplate, TemplateSourceError
+from flint_runtime.chat.template import Tool as Tool
 from flint_runtime.errors import EngineError, UsageError, shown
 from flint_runtime.tokenizer_files import TokenizerFiles
 
