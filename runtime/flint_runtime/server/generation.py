@@ -137,7 +137,7 @@ class Generation:
                 before = parser.reasoning_tokens
                 events = parser.feed(choice.text, choice.token_ids, choice.marks)
                 if choice.finish_reason is not None:
-                    events = [*events, *parser.finish(choice.finish_reason)]
+                    events = [*events, *parser.finish(choice.finish_reason, choice.stop_reason)]
                 usage.reasoning_tokens += parser.reasoning_tokens - before
             pieces.append(Piece(index, events, choice))
         self._last[prompt] = output

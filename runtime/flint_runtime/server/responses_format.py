@@ -137,9 +137,10 @@ class ResponsesFormat:
         said: list[bytes] = []
         self._begin(said)
         self._close("incomplete", said)
-        if self._ended is None:
-            self._finish("failed", error={"code": "server_error", "message": error.message})
-        self._say("response.failed", said, response=orjson.Fragment(self._ended))
+        ended = self._ended
+        if ended is None:
+            ended = self._finish("failed", error={"code": "server_error", "message": error.message})
+        self._say("response.failed", said, response=orjson.Fragment(ended))
         return b"".join(said)
 
     def _begin(self, said: list[bytes]) -> None:
