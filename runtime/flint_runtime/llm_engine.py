@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from flint_runtime.arguments import integer, path
-from flint_runtime.chat_template import template_options
+from flint_runtime.chat.template import template_options
 from flint_runtime.engine import Engine
 from flint_runtime.engine_core import CoreConfig, EngineCore
 from flint_runtime.errors import EngineDeadError, UsageError, shown

@@ -11,10 +11,11 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from flint_runtime.arguments import text as checked_text
-from flint_runtime.chat_template import ChatTemplate, TemplateSourceError
-from flint_runtime.chat_template import Message as Message
-from flint_runtime.chat_template import Tool as Tool
+from flint_runtime.chat.messages import Message as Message
+from flint_runtime.chat.template import ChatTemplate, TemplateSourceError
+from flint_runtime.chat.template import Tool as Tool
 from flint_runtime.errors import EngineError, UsageError, shown
+from flint_runtime.token_cache import TokenCache
 from flint_runtime.tokenizer_files import TokenizerFiles
 
 _CACHED_TEMPLATES = 16
@@ -57,6 +58,7 @@ class Tokenizer:
         """
         found = files if isinstance(files, TokenizerFiles) else TokenizerFiles.read(files)
         self._tokenizer = found.tokenizer
+        self._cache = TokenCache(found.tokenizer)
         self.defaults, self.eos_token_ids = found.defaults, found.eos_token_ids
         self._special_tokens = found.special_tokens
         try:
@@ -74,13 +76,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens written in it are recognised, none are added."""
-        if len(text) < _SHORT_CHARACTERS:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return ids
-        # The same, but the other threads, the engine's among them, run meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids = encoding.ids
-        return ids
+        return self._cache.encode(text)
 
     def least_tokens(self, text: str) -> int:
         """As many tokens a text has at least, by its size alone: no token stands for more bytes than the longest."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from flint_runtime.chat.call_grammar import call_grammar
 from flint_runtime.chat.parser import GlmParser
+from flint_runtime.chat.template import template_options
 from flint_runtime.chat.tools import FunctionTool, NamedTool, ToolChoice, parse_tool_choice, parse_tools
-from flint_runtime.chat_template import template_options
 from flint_runtime.errors import UsageError
 from flint_runtime.sampling_params import StructuredOutputsParams
 from flint_runtime.server.chat_format import ChatFormat
@@ -110,17 +110,13 @@ def chat_prompt(
         chat_template=settings.chat_template,
         add_generation_prompt=not continued if added is None else added,
         continue_final_message=continued,
-        **template_options(template_kwargs(service, body)),
+        **template_options(
+            body.chat_template_kwargs,
+            reasoning_effort=body.reasoning_effort,
+            defaults=settings.default_chat_template_kwargs,
+        ),
     )
     return cut_prompt(service, text, body.truncate_prompt_tokens)
-
-
-def template_kwargs(service: Service, body: ChatRequest) -> dict[str, Any]:
-    """What the template is told besides the messages: the server's defaults, then the body's."""
-    given = {**service.settings.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
-    if body.reasoning_effort is not None:
-        given.setdefault("enable_thinking", body.reasoning_effort != "none")
-    return given
 
 
 def cut_prompt(service: Service, prompt: str | list[int], most: int | None) -> str | list[int]:

@@ -13,16 +13,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 
-from flint_runtime.arguments import text
+from flint_runtime.arguments import flag, text
+from flint_runtime.chat.messages import Message, normalize_messages
 from flint_runtime.chat.template_sandbox import MOST_CHARACTERS, TemplateSandbox, with_small_widths
 from flint_runtime.errors import UsageError, shown
 
-Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Those of OpenAI's API. Templates drop a message of any other without a word."""
 _ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+_SWITCHES = ("enable_thinking", "clear_thinking")
+"""Options of GLM's templates that are true or false."""
 
 
 class TemplateSourceError(Exception):
@@ -69,7 +69,7 @@ class ChatTemplate:
         Raises:
             UsageError: the conversation is no list of messages, or the template rejects it.
         """
-        conversation = _conversation(messages)
+        conversation = normalize_messages(messages)
         _check_tools(tools)
         mark = ""
         if continue_final_message:
@@ -113,97 +113,47 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def template_options(kwargs: object) -> dict[str, Any]:
-    """chat_template_kwargs, as arguments of `ChatTemplate.render`. Raises UsageError."""
+def template_options(
+    kwargs: object, *, reasoning_effort: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a template is told besides the messages, as arguments of `ChatTemplate.render`.
+
+    Args:
+        kwargs: chat_template_kwargs; None is none.
+        reasoning_effort: "none" switches thinking off, any other switches it on, unless kwargs say enable_thinking.
+            The same as kwargs' own option of this name.
+        defaults: the server's, which anything of the request's goes before.
+    Raises:
+        UsageError: they are no options.
+    """
+    given = _options("chat_template_kwargs", kwargs)
+    if reasoning_effort is not None:
+        given["reasoning_effort"] = text("reasoning_effort", reasoning_effort)
+    return {**_with_thinking(_options("default-chat-template-kwargs", defaults)), **_with_thinking(given)}
+
+
+def _options(name: str, kwargs: object) -> dict[str, Any]:
     if kwargs is None:
         return {}
-    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise UsageError(f"chat_template_kwargs must map names to values, found {shown(kwargs)}.")
-    taken = [name for name in _ARGUMENTS if name in kwargs]
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise UsageError(f"{name} must map names to values, found {shown(kwargs)}.")
+    taken = [key for key in _ARGUMENTS if key in kwargs]
     if taken:
-        raise UsageError(f"chat_template_kwargs must not have {', '.join(taken)}: pass it as an argument of its own.")
-    return dict(kwargs)
+        raise UsageError(f"{name} must not have {', '.join(taken)}: pass it as an argument of its own.")
+    options = dict(kwargs)
+    for key in _SWITCHES:
+        # Templates take null and 0 for false, and "false" for true.
+        if options.get(key) is None:
+            options.pop(key, None)
+        else:
+            options[key] = flag(f"{name}.{key}", options[key])
+    return options
 
 
-def _conversation(messages: object) -> list[Message]:
-    """Messages as templates expect them. Raises UsageError."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes | bytearray | memoryview):
-        raise UsageError(
-            f'messages must be a list such as [{{"role": "user", "content": "Hi"}}], found {shown(messages)}.'
-        )
-    if not messages:
-        raise UsageError("messages must have a message, found none.")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _message(name: str, message: object) -> Message:
-    """A message whose content and calls are as released templates read them: they drop what they do not know."""
-    if not isinstance(message, Mapping):
-        raise UsageError(f'{name} must be such as {{"role": "user", "content": "Hi"}}, found {shown(message)}.')
-    role = message.get("role")
-    if role not in ROLES:
-        raise UsageError(f"{name} must have a role of {', '.join(ROLES)}; found {shown(role)}.")
-    found = {**message, "role": "system" if role == "developer" else role}
-    content = message.get("content")
-    if content is None and role == "assistant":
-        found["content"] = ""
-    else:
-        _check_content(f"{name}.content", content)
-    for key in ("reasoning_content", "reasoning"):
-        if message.get(key) is not None:
-            text(f"{name}.{key}", message[key])
-    if message.get("reasoning") is not None and message.get("reasoning_content") is None:
-        found["reasoning_content"] = message["reasoning"]
-    if message.get("tool_calls") is not None:
-        found["tool_calls"] = _calls(f"{name}.tool_calls", message["tool_calls"])
-    return found
-
-
-def _check_content(name: str, content: object) -> None:
-    """Raise UsageError unless content is a text or a list of text parts."""
-    if isinstance(content, str):
-        return
-    if not isinstance(content, Sequence) or isinstance(content, bytes | bytearray | memoryview):
-        raise UsageError(f"{name} must be a text or a list of text parts, found {shown(content)}.")
-    for index, part in enumerate(content):
-        if isinstance(part, str):
-            continue
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UsageError(
-                f'{name}[{index}] must be a text part, {{"type": "text", "text": "Hi"}}, found {shown(part)}. '
-                "Flint reads text only."
-            )
-
-
-def _calls(name: str, calls: object) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: OpenAI's API has them as text. Raises UsageError."""
-    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes | bytearray | memoryview):
-        raise UsageError(f"{name} must be a list of calls, found {shown(calls)}.")
-    found = []
-    for index, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UsageError(
-                f'{name}[{index}] must be such as {{"function": {{"name": "now", "arguments": "{{}}"}}}}, '
-                f"found {shown(call)}."
-            )
-        given = function.get("arguments")
-        if given is not None and not isinstance(given, str | Mapping):
-            raise UsageError(f"{name}[{index}] must have arguments as an object or its JSON, found {shown(given)}.")
-        function = {**function, "arguments": _object_of(given) if isinstance(given, str) else given or {}}
-        found.append({**call, "function": function} if "function" in call else function)
-    return found
-
-
-def _object_of(source: str) -> Mapping[str, Any] | str:
-    """The object that a text is the JSON of; the text itself if it is none, which is the template's to judge."""
-    if not source.strip():
-        return {}
-    try:
-        found = json.loads(source)
-    except (ValueError, RecursionError):
-        return source
-    return found if isinstance(found, dict) else source
+def _with_thinking(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with enable_thinking, where reasoning_effort says it and they do not."""
+    effort = options.get("reasoning_effort")
+    return options if effort is None else {"enable_thinking": effort != "none", **options}
 
 
 def _check_tools(tools: object) -> None:
@@ -221,18 +171,11 @@ def _check_tools(tools: object) -> None:
             )
 
 
-def _marked(message: Message, mark: str) -> Message:
-    """A message with a mark at its end. Raises UsageError where it has no text to go on with."""
-    content = message["content"]
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """A message with a mark at its end. Raises UsageError where the answer cannot go on with it."""
     if message.get("tool_calls"):
         raise UsageError("continue_final_message cannot go on with a message that has tool_calls.")
-    if isinstance(content, str):
-        return {**message, "content": content + mark}
-    if not content:
-        raise UsageError("continue_final_message needs a text in the last message, found no part of one.")
-    *parts, last = content
-    marked = last + mark if isinstance(last, str) else {**last, "text": last["text"] + mark}
-    return {**message, "content": [*parts, marked]}
+    return {**message, "content": message["content"] + mark}
 
 
 class _GenerationTag(Extension):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from flint_runtime.chat_template import ChatTemplate, template_options
+from flint_runtime.chat.template import ChatTemplate, template_options
 from flint_runtime.errors import UsageError
 from tests.runtime.fake_core import TOKENIZER
 from tests.shapes import NANO_DIRECTORY
@@ -26,42 +25,10 @@ def nested(depth: int) -> Any:
     return found
 
 
-def with_message(message: Any) -> dict[str, Any]:
-    return {"messages": [USER, message]}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"messages": "hi"}, "messages must be a list"),
-        ({"messages": b"hi"}, "messages must be a list"),
-        ({"messages": None}, "messages must be a list"),
-        ({"messages": 5}, "messages must be a list"),
-        ({"messages": USER}, "messages must be a list"),
-        ({"messages": []}, "must have a message"),
-        (with_message("hi"), r"messages\[1\] must be"),
-        (with_message(None), r"messages\[1\] must be"),
-        (with_message([USER]), r"messages\[1\] must be"),
-        (with_message({"content": "hi"}), r"messages\[1\] must have a role of .* found None"),
-        (with_message({"role": "use", "content": "hi"}), "found 'use'"),
-        (with_message({"role": ["user"], "content": "hi"}), r"found \['user'\]"),
-        (with_message({"role": 10**5000, "content": "hi"}), "found a int"),
-        (with_message({"role": "user"}), r"content must be a text .* found None"),
-        (with_message({"role": "tool", "content": None}), "content must be a text"),
-        (with_message({"role": "user", "content": 5}), "content must be a text"),
-        (with_message({"role": "user", "content": b"hi"}), "content must be a text"),
-        (with_message({"role": "user", "content": {"a": 1}}), "content must be a text"),
-        (with_message({"role": "user", "content": np.array([1])}), "content must be a text"),
-        (with_message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}), "text only"),
-        (with_message({"role": "user", "content": [{"type": "text"}]}), "text part"),
-        (with_message({"role": "user", "content": [5]}), r"content\[0\] must be a text part"),
-        (with_message({"role": "user", "content": "\ud800"}), "surrogate"),
-        (with_message({"role": "user", "content": [{"type": "text", "text": "\udfff"}]}), "surrogate"),
-        (with_message({"role": "assistant", "content": "a", "reasoning_content": 5}), "reasoning_content must be"),
-        (with_message({"role": "assistant", "tool_calls": "now"}), "tool_calls must be a list"),
-        (with_message({"role": "assistant", "tool_calls": [5]}), r"tool_calls\[0\] must be"),
-        (with_message({"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}), r"tool_calls\[0\]"),
-        (with_message({"role": "assistant", "tool_calls": [{"name": "now", "arguments": 5}]}), "arguments as"),
         ({"messages": [USER], "tools": "now"}, "tools must be a list"),
         ({"messages": [USER], "tools": TOOL}, "tools must be a list"),
         ({"messages": [USER], "tools": ["now"]}, r"tools\[0\] must be"),
@@ -92,11 +59,63 @@ def test_what_is_no_conversation(arguments: dict[str, Any], message: str) -> Non
         *(({name: 1}, f"must not have {name}") for name in (
             "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"
         )),
+        *(({name: value}, f"{name} must be true or false") for name in ("enable_thinking", "clear_thinking")
+          for value in (0, 1, "false", [True])),
     ],
 )  # fmt: skip
 def test_what_are_no_template_options(kwargs: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"chat_template_kwargs.*{message}"):
         template_options(kwargs)
+    with pytest.raises(UsageError, match=f"default-chat-template-kwargs.*{message}"):
+        template_options(None, defaults=kwargs)
+
+
+@pytest.mark.parametrize("effort", [1, True, ["none"], "\ud800"])
+def test_what_is_no_effort(effort: Any) -> None:
+    with pytest.raises(UsageError, match="reasoning_effort"):
+        template_options(None, reasoning_effort=effort)
+
+
+ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "effort", "defaults", "thinks"),
+    [
+        (None, None, None, True),
+        ({}, None, {}, True),
+        (OFF, None, None, False),
+        (None, "none", None, False),
+        *((None, word, None, True) for word in ("minimal", "low", "medium", "high", "xhigh", "max", "other", "")),
+        (ON, "none", None, True),
+        (OFF, "high", None, False),
+        ({"reasoning_effort": "none"}, None, None, False),
+        ({"reasoning_effort": "none"}, "high", None, True),
+        ({"enable_thinking": None}, None, None, True),
+        ({"enable_thinking": None}, "none", None, False),
+        (None, None, OFF, False),
+        (ON, None, OFF, True),
+        ({"enable_thinking": None}, None, OFF, False),
+        (None, "high", OFF, True),
+        (None, "none", ON, False),
+        (None, None, {"reasoning_effort": "none"}, False),
+        (None, "low", {"reasoning_effort": "none"}, True),
+        (ON, None, {"reasoning_effort": "none"}, True),
+    ],
+)
+def test_who_says_whether_to_think(
+    kwargs: dict[str, Any] | None, effort: str | None, defaults: dict[str, Any] | None, thinks: bool
+) -> None:
+    """The request before the server's defaults, and in each enable_thinking before the effort."""
+    options = template_options(kwargs, reasoning_effort=effort, defaults=defaults)
+    assert TOKENIZER.render_chat([USER], **options).endswith("<think>" if thinks else "</think>")
+
+
+def test_defaults_hold_one_by_one() -> None:
+    defaults = {"clear_thinking": False, "enable_thinking": False, "tone": "dry"}
+    found = template_options({"tone": "warm"}, reasoning_effort="low", defaults=defaults)
+    assert found == {"clear_thinking": False, "enable_thinking": True, "tone": "warm", "reasoning_effort": "low"}
+    assert defaults == {"clear_thinking": False, "enable_thinking": False, "tone": "dry"}, "nobody's are changed"
 
 
 @pytest.mark.parametrize("name", ["params", "request_id", "prompt", "source", "documents", "eos_token"])
@@ -121,12 +140,6 @@ def test_released_templates_get_what_they_read() -> None:
     assert found == "system:be brief:|assistant::whyzone=UTC;n=2;|assistant::|"
     assert messages[1]["content"] is None and messages[0]["role"] == "developer", "the caller's are not changed"
     assert "\ud800" not in TOKENIZER.render_chat([{"role": "assistant", "tool_calls": [CALL]}, USER])
-
-
-def test_arguments_that_are_no_json_are_the_templates_to_judge() -> None:
-    call = {"function": {"name": "now", "arguments": "{broken"}}
-    template = "{{ messages[0].tool_calls[0].function.arguments }}"
-    assert TOKENIZER.render_chat([{"role": "assistant", "tool_calls": [call]}], chat_template=template) == "{broken"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +173,6 @@ def test_what_stands_behind_the_last_message_is_cut_off() -> None:
     [
         ({"role": "assistant", "content": "a"}, {"add_generation_prompt": True}, "add_generation_prompt=False"),
         ({"role": "assistant", "content": "a", "tool_calls": [CALL]}, {}, "tool_calls"),
-        ({"role": "assistant", "content": []}, {}, "no part"),
         ({"role": "assistant", "content": "a"}, {"chat_template": "nothing"}, "does not print the last message once"),
         (
             {"role": "assistant", "content": "a"},
