@@ -127,7 +127,10 @@ class WrongGrammar:
     def __init__(self, what: str) -> None:
         self._what, self._tokens = what, 0
 
-    def mask(self) -> npt.NDArray[np.int32]:
+    triggers: frozenset[int] | None = None
+    """See `Grammar`: every token changes what is allowed."""
+
+    def mask(self, ahead: int = 0) -> npt.NDArray[np.int32]:
         """See `Grammar`."""
         words = VOCABULARY // 32
         if self._tokens < 2:

@@ -107,7 +107,10 @@ class Even:
     def __init__(self, trouble: Callable[[str], None] = lambda name: None, tokens: int = 64) -> None:
         self.trouble, self.tokens = trouble, tokens
 
-    def mask(self) -> npt.NDArray[np.int32]:
+    triggers: frozenset[int] | None = None
+    """See `Grammar`: every token changes what is allowed."""
+
+    def mask(self, ahead: int = 0) -> npt.NDArray[np.int32]:
         """See `Grammar`."""
         self.trouble("mask")
         return np.full(self.tokens // 32, 0x55555555, np.int32)
