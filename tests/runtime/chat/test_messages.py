@@ -246,7 +246,13 @@ def test_malformed_arguments_end_no_conversation(given: str, caplog: pytest.LogC
 
 def test_other_fields_stay() -> None:
     """A template of the user's own may read them; what clients copy from answers does no harm."""
-    fields = {"name": "bob", "tool_call_id": "call_1", "annotations": [], "audio": None, "function_call": None}
+    fields: dict[str, Any] = {
+        "name": "bob",
+        "tool_call_id": "call_1",
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
     assert normalized({"role": "tool", "content": "a", "tool_calls": None, **fields}) == {
         "role": "tool", "content": "a", **fields
     }  # fmt: skip

@@ -131,7 +131,7 @@ def test_released_templates_get_what_they_read() -> None:
         "{% for call in m.tool_calls %}{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
         "{% endfor %}|{% endfor %}"
     )
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "developer", "content": "be brief"},
         {"role": "assistant", "content": None, "reasoning": "why", "tool_calls": [CALL]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": ""}}]},
