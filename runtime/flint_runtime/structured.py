@@ -18,17 +18,6 @@ from flint_runtime.sampling_params import CallParams, StructuredOutputsParams
 from flint_runtime.tokenizer import Tokenizer
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
-MARKERS = (
-    "<think>",
-    "</think>",
-    CALL,
-    CALL_END,
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-)
-"""Tokens that give an answer its parts. Grammars treat them as tokens: a text never has one, however it is spelled."""
 
 
 def thinking_budget(tokenizer: Tokenizer, vocab_size: int, budget: int) -> Grammar:
@@ -60,7 +49,7 @@ class GrammarCompiler:
                 "structured_outputs need an end-of-sequence token; the checkpoint's generation_config.json has no "
                 "eos_token_id."
             )
-        self._markers = _marker_ids(tokenizer)
+        self._markers = {marker: token for token, marker in tokenizer.markers.items()}
         self._vocab_size, self._thinking_end = vocab_size, tokenizer.thinking_end_id
         self._no_end = all_but(tokenizer.eos_token_ids, vocab_size)
         self._call_rules = _call_rules(tokenizer, self._markers, vocab_size)
@@ -196,12 +185,6 @@ def _dump(value: object) -> str:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"structured_outputs.json is not JSON: {error}") from None
-
-
-def _marker_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The markers that are tokens of their own."""
-    found = {marker: tokenizer.encode(marker) for marker in MARKERS}
-    return {marker: ids[0] for marker, ids in found.items() if len(ids) == 1}
 
 
 def _call_rules(tokenizer: Tokenizer, markers: dict[str, int], vocab_size: int) -> CallRules | None:
