@@ -10,6 +10,7 @@ from typing import Any
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _MOST_LEVELS = 200
 """Of arrays and objects in a value: a client's reader has a limit too."""
 STRING = frozenset({"string"})
@@ -106,12 +107,12 @@ def quoted(text: str) -> str:
 
 def escaped(text: str) -> str:
     """The inside of a JSON string. Pieces of a text, escaped one by one, concatenate to the whole text's."""
-    return _encodable(json.dumps(text, ensure_ascii=False)[1:-1])
+    return _encodable(_ENCODER.encode(text)[1:-1])
 
 
-def object_to_json(value: Mapping[str, Any]) -> str:
+def object_to_json(value: dict[str, Any]) -> str:
     """An object that came from JSON, as JSON which can be encoded as UTF-8."""
-    return _encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return _encodable(_ENCODER.encode(value))
 
 
 def read_json(text: str) -> Any:

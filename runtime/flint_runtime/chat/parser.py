@@ -192,7 +192,9 @@ class GlmParser:
 
     def _take_text(self, text: str) -> None:
         state = self._state
-        if state is _State.VALUE:
+        if state is _State.PROSE:  # first, and by identity: this is done for every token
+            self._prose(text)
+        elif state is _State.VALUE:
             if self._value_types is STRING:
                 self._arguments(escaped(text))
             else:
