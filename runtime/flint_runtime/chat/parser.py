@@ -238,7 +238,13 @@ class GlmParser:
             self._answered, self._thought = True, []
 
     def _take_marker(self, marker: str) -> None:
-        if self._state in _IS_PROSE:
+        if marker == "</think>" and self._reasoning and self._state in _NO_CALL_YET:
+            # What the thinking part only spoke of must not keep it from ending: the answer comes behind it.
+            if self._state in (_State.NAME, _State.JSON):
+                self._give_up_call()
+            self._state = _State.PROSE
+            self._part(reasoning=False)
+        elif self._state in _IS_PROSE:
             self._marker_in_prose(marker)
         elif self._state is _State.NAME:
             self._marker_in_name(marker)
@@ -401,6 +407,7 @@ _THINK = frozenset({"<think>", "</think>"})
 _AFTER_NAME = frozenset({"<arg_key>", "<arg_value>", "<tool_call>", "</tool_call>"})
 """What ends a name. Others are stray there."""
 _IS_PROSE = frozenset({_State.PROSE, _State.VERBATIM, _State.VERBATIM_VALUE})
+_NO_CALL_YET = _IS_PROSE | {_State.NAME, _State.JSON}
 _IN_CALL = frozenset({_State.KEY, _State.AFTER_KEY, _State.VALUE, _State.SKIPPED_VALUE, _State.BETWEEN})
 _VERBATIM_NEXT = {
     "<arg_value>": _State.VERBATIM_VALUE,

@@ -195,6 +195,19 @@ def test_thinking_again_and_a_call_in_it() -> None:
         assert (found.reasoning, found.content, found.calls) == ("a", "b", [["now", "{}"]])
 
 
+@pytest.mark.parametrize("spoken_of", [
+    "<tool_call>", "<tool_call>wea", "<tool_call>now", '<tool_call>{"name": "now"}', "<tool_call>nix",
+    "<tool_call>nix<arg_key>k", "<tool_call>nix<arg_key>k</arg_key><arg_value>v",
+])  # fmt: skip
+def test_what_thinking_only_speaks_of_does_not_keep_it_from_ending(spoken_of: str) -> None:
+    for finish in ("stop", "length"):
+        for cuts in (None, 1, 5):
+            found = parse(f"a {spoken_of}</think>\nIt is.", finish, cuts=cuts, thinking=True)
+            assert (found.reasoning, found.content, found.calls) == (f"a {spoken_of}", "It is.", [])
+        found = parse(f"a {spoken_of}</think>b<tool_call>now</tool_call>", finish, cuts=1, thinking=True)
+        assert (found.content, found.calls, found.ended) == ("b", [["now", "{}"]], [0])
+
+
 def test_a_mark_beyond_the_text_is_ignored() -> None:
     marker = IDS["<tool_call>"]
     for left in ("ab", "ab<tool_", "ab<tool_call"):
