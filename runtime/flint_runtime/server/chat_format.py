@@ -172,7 +172,7 @@ class ChatFormat:
         reason, parser = piece.output.finish_reason, self._generation.parsers[piece.answer]
         if reason != "stop" or parser is None or not parser.num_calls:
             return reason
-        if parser.unfinished_call:  # by a stop text, say: it must not look complete
+        if self._generation.is_cut_off(piece):  # by a stop text, say: it must not look complete
             return "length"
         return "stop" if self._named_call else "tool_calls"
 

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 from flint_runtime.chat.events import CallArguments, CallEnd, CallStart, ContentText, Event, ReasoningText
@@ -98,13 +99,13 @@ def parse(
     source: str | list[Piece],
     finish: Any = "stop",
     *,
-    cuts: int | random.Random | None = None,
+    cuts: int | Iterable[int] | None = None,
     thinking: bool = False,
     calls: bool = True,
     tools: dict[str, FunctionTool] | None = None,
     stop_reason: int | str | None = None,
 ) -> Parsed:
-    """Parse an answer whole, or with `cuts` in pieces of that many characters, or of random sizes."""
+    """Parse an answer whole, or with `cuts` in pieces of that many characters, or of these sizes and the rest."""
     found = pieces(source) if isinstance(source, str) else source
     text = "".join(piece for piece, _ in found)
     marks, ids, starts, offset = [], [], [], 0
@@ -119,10 +120,10 @@ def parse(
         offset += len(piece)
     parser = GlmParser(TOKENIZER, TOOLS if tools is None else tools, thinking=thinking, calls=calls)
     events: list[Event] = []
+    sizes = repeat(cuts) if isinstance(cuts, int) else iter(cuts or ())
     at = token = mark = 0
     while at < len(text):
-        size = len(text) if cuts is None else cuts if isinstance(cuts, int) else cuts.choice((1, 1, 2, 3, 7, 30))
-        end = at + size
+        end = at + next(sizes, len(text))
         next_token, next_mark = token, mark
         while next_token < len(ids) and starts[next_token] < end:
             next_token += 1

@@ -34,18 +34,16 @@ def test_g1_a_call_without_arguments() -> None:
 
 @pytest.mark.parametrize("start", range(0, 200, 50))
 def test_g2_all_splits_give_the_same(start: int) -> None:
-    """200 answers: character by character, at every single place, and at random ones."""
+    """200 answers: character by character, in pieces of some sizes, in two at every place, and in random pieces."""
     for seed in range(start, start + 50):
         source, thinking, finish = random_answer(seed)
         answer = pieces(source)
         whole = parse(answer, finish, thinking=thinking).same()
-        assert parse(answer, finish, thinking=thinking, cuts=1).same() == whole, (seed, source)
         length = sum(len(text) for text, _ in answer)
-        for size in {*range(2, 12), *range(12, length, 7)}:
-            assert parse(answer, finish, thinking=thinking, cuts=size).same() == whole, (seed, source)
-        for _ in range(5):
-            cuts = random.Random(seed)
-            assert parse(answer, finish, thinking=thinking, cuts=cuts).same() == whole, (seed, source)
+        draw = random.Random(seed)
+        drawn = [random_sizes(draw, length) for _ in range(5)]
+        for cuts in (*range(1, 12), *([place] for place in range(1, length)), *drawn):
+            assert parse(answer, finish, thinking=thinking, cuts=cuts).same() == whole, (seed, source, cuts)
 
 
 def test_the_recorded_answers_cover_what_they_should() -> None:
@@ -242,7 +240,7 @@ def test_10000_damaged_answers_give_objects_or_their_beginnings(start: int) -> N
             else:
                 answer.insert(place, (draw.choice('"\\{}[],:\n\x00\ud800é5'), False))
         finish = draw.choice(("stop", "length"))
-        found = parse(answer, finish, thinking=thinking, cuts=draw)
+        found = parse(answer, finish, thinking=thinking, cuts=random_sizes(draw, sum(len(text) for text, _ in answer)))
         for i, (name, text) in enumerate(found.calls):
             text.encode()
             assert name in TOOLS
@@ -251,6 +249,11 @@ def test_10000_damaged_answers_give_objects_or_their_beginnings(start: int) -> N
             else:
                 assert finish == "length" and i == len(found.calls) - 1
                 assert is_beginning(text), (seed, text)
+
+
+def random_sizes(draw: random.Random, length: int) -> list[int]:
+    """Sizes of pieces, enough for a text of this length."""
+    return draw.choices((1, 1, 2, 3, 7, 30), k=length)
 
 
 def is_beginning(text: str) -> bool:
