@@ -14,7 +14,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+"""Of one read: what is hashed then still lies in a core's second cache."""
+_AHEAD_BYTES = 8 << 20
+"""The kernel is asked to fetch blocks of this size, one block ahead of the one being read, once each. Asked for 4 MB
+after every read of as much, it took twice the processor time (uncached file, 2 threads, virtual disk)."""
 
 
 def hash_files(paths: Sequence[Path], progress: Callable[[int], None]) -> Iterator[str | OSError]:
@@ -43,11 +47,14 @@ def _hash_file(path: Path, progress: Callable[[int], None], stopped: threading.E
     digest = blake3()
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        done = 0
-        while not stopped.is_set() and (count := file.readinto(buffer)):
+        done = asked = 0
+        while not stopped.is_set():
+            if asked <= done + _AHEAD_BYTES:
+                os.posix_fadvise(file.fileno(), asked, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                asked += _AHEAD_BYTES
+            if not (count := file.readinto(buffer)):
+                break
             done += count
-            # The disk reads what comes next while this is hashed.
-            os.posix_fadvise(file.fileno(), done, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
             digest.update(buffer[:count])
             progress(count)
     return digest.hexdigest()

@@ -8,7 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import groupby, pairwise
 from threading import Lock
 from typing import Any
 
@@ -35,7 +35,7 @@ class TokenCache:
     def __init__(self, tokenizer: RustTokenizer, max_bytes: int = MAX_BYTES) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
-        self._added, self._special = _cuts(tokenizer)
+        self._marks = _marks(tokenizer)
         self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
@@ -48,7 +48,7 @@ class TokenCache:
     @property
     def cuts(self) -> bool:
         """Whether this tokenizer's texts can be cut."""
-        return self._added is not None
+        return bool(self._marks)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; added tokens in it are recognised, none are added."""
@@ -71,9 +71,7 @@ class TokenCache:
         return ids
 
     def _parts(self, text: str) -> list[str]:
-        if self._added is None:
-            return [text]
-        starts = [match.start() for match in self._added.finditer(text) if match.group() in self._special]
+        starts = sorted(found.start() for mark in self._marks for found in mark.finditer(text))
         bounds = [0, *(start for start in starts if start), len(text)]
         return [text[start:end] for start, end in pairwise(bounds)]
 
@@ -111,22 +109,35 @@ def _size(ids: array[int]) -> int:
     return len(ids) * ids.itemsize + _ENTRY_BYTES
 
 
-def _cuts(tokenizer: RustTokenizer) -> tuple[re.Pattern[str] | None, frozenset[str]]:
-    """What finds the added tokens in a text as the library does, and those in front of which to cut.
+def _marks(tokenizer: RustTokenizer) -> list[re.Pattern[str]]:
+    """What finds the special added tokens in a text, by their first characters.
 
-    None where cutting changes what a text is encoded to, or may.
+    Empty where cutting in front of them changes what a text is encoded to, or may.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     # The library looks for normalized ones later, within the parts that the others leave.
     first = [token for token in added if not token.normalized and token.content]
-    special = frozenset(token.content for token in first if token.special)
+    special = sorted({token.content for token in first if token.special})
     plain = not any(token.lstrip or token.rstrip or token.single_word for token in first)
+    alone = not any(_takes(token.content, mark) for token in first for mark in special)
     local = tokenizer.normalizer is None and _is_local(tokenizer.pre_tokenizer)
-    if not special or not plain or not local or getattr(tokenizer.model, "dropout", None):
-        return None, frozenset()
-    # The leftmost match, and of several there the longest: the library's rule.
-    contents = sorted((token.content for token in first), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, contents))), special
+    if not plain or not alone or not local or getattr(tokenizer.model, "dropout", None):
+        return []
+    # One literal in front of the choice: to look for it is some times quicker than to look for any of several.
+    return [
+        re.compile(re.escape(start) + f"(?:{'|'.join(re.escape(mark[1:]) for mark in marks)})")
+        for start, marks in groupby(special, key=lambda mark: mark[0])
+    ]
+
+
+def _takes(content: str, mark: str) -> bool:
+    """Whether an added token found in a text may cover the beginning of a mark that stands there, too.
+
+    The library takes the leftmost token, and of several there the longest.
+    """
+    if content == mark:
+        return any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
+    return mark in content or any(mark.startswith(content[i:]) for i in range(1, len(content)))
 
 
 def _is_local(pre_tokenizer: Any) -> bool:

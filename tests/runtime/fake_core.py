@@ -71,7 +71,7 @@ class FakeCore:
         return CoreOutput(request.request_id, tokens, "stop" if stops else None if left else "length")
 
 
-def fake_engine(core: FakeCore) -> LLMEngine:
+def fake_engine(core: FakeCore, tokenizer: Tokenizer = TOKENIZER) -> LLMEngine:
     """The request layer over a fake core."""
     executor = SimpleNamespace(config=SimpleNamespace(vocab_size=TOKENIZER.vocab_size), close=lambda: None)
-    return LLMEngine(cast(EngineCore, core), cast(Executor, executor), TOKENIZER)
+    return LLMEngine(cast(EngineCore, core), cast(Executor, executor), tokenizer)

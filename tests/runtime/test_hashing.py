@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -50,3 +51,27 @@ def test_an_exception_of_progress_reaches_the_caller(files: dict[Path, bytes]) -
 
     with pytest.raises(RuntimeError, match="no"):
         list(hash_files(list(files), fail))
+
+
+def test_every_byte_is_asked_for_once_and_before_it_is_read(
+    files: dict[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashing, "_AHEAD_BYTES", 8000)
+    asked: list[tuple[int, int]] = []
+    read = 0
+
+    def record(descriptor: int, offset: int, count: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        assert offset == sum(count for _, count in asked), "blocks follow each other"
+        asked.append((offset, count))
+
+    def progress(count: int) -> None:
+        nonlocal read
+        read += count
+        ahead = sum(count for _, count in asked) - read
+        assert 0 <= ahead <= 2 * 8000, "never more than the block being read and the next"
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    largest = max(files, key=lambda path: len(files[path]))
+    assert list(hash_files([largest], progress)) == [blake3(files[largest]).hexdigest()]
+    assert read == len(files[largest])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,22 @@ from tests.shapes import NANO_DIRECTORY
 
 NANO: dict[str, Any] = json.loads((NANO_DIRECTORY / "tokenizer.json").read_text())
 MARKERS = [token["content"] for token in NANO["added_tokens"]]
-OVERLAPPING = ["<|user|>", "<|user|>x", "<|us", "er|>", "user", " the", "the ", "é", "<", "\n", "12", "<|"]
+OVERLAPPING = [
+    "<|user|>",
+    "<|user|>x",
+    "<|us",
+    "er|>",
+    "user",
+    " the",
+    "the ",
+    "é",
+    "<",
+    "\n",
+    "12",
+    "<|",
+    "<a>",
+    "[b]",
+]
 """Contents that contain, begin and continue each other, and whose edges are white space and words."""
 PIECES = [
     *MARKERS,
@@ -78,7 +94,7 @@ def check(tokenizer: RustTokenizer, texts: list[str], max_bytes: int) -> TokenCa
 BYTES = st.sampled_from([0, 700, 2000, 1 << 20])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=4), BYTES)
 def test_ids_are_those_of_the_whole_text(texts: list[str], max_bytes: int) -> None:
     """Each text, and each continued by the next ones."""
@@ -86,25 +102,36 @@ def test_ids_are_those_of_the_whole_text(texts: list[str], max_bytes: int) -> No
     assert check(TOKENIZER, [*texts, *grown, *texts], max_bytes).cuts
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(tokenizers(PLAIN), st.lists(TEXTS, min_size=1, max_size=3), BYTES)
 def test_added_tokens_that_overlap(tokenizer: RustTokenizer, texts: list[str], max_bytes: int) -> None:
     check(tokenizer, [*texts, "".join(texts)], max_bytes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(tokenizers(ANY), st.lists(TEXTS, min_size=1, max_size=3))
 def test_added_tokens_of_every_kind(tokenizer: RustTokenizer, texts: list[str]) -> None:
     """Those that take white space with them, stand for whole words only, or are looked for later."""
     check(tokenizer, [*texts, "".join(texts)], 1 << 20)
 
 
-def test_a_longer_added_token_is_not_cut_by_a_special_one_within() -> None:
-    contents = {"<|us": False, "<|user|>": False, "er|>": True}
+@pytest.mark.parametrize(
+    ("contents", "cuts"),
+    [
+        ({"<a>": True, "<ab>": True, "[b]": True, "b]": False}, True),  # b] begins within [b], which is there first
+        ({"<|us": False, "<|user|>": True}, True),  # of two that begin there, the longer
+        ({"<|us": False, "<|user|>": False, "er|>": True}, False),  # within another
+        ({"<|user|>": True, "<|user|>x": False}, False),
+        ({"x<": False, "<|user|>": True}, False),  # behind another's last character
+        ({"abab": True}, False),  # behind its own
+    ],
+)
+def test_added_tokens_that_cover_others(contents: dict[str, bool], cuts: bool) -> None:
     tokenizer = rust_tokenizer(
         added_tokens=[added_token(i, text, {"special": special}) for i, (text, special) in enumerate(contents.items())]
     )
-    assert check(tokenizer, ["a<|user|>b", "a<|user|>b er|><|us", "er|>er|><|user|>"], 1 << 20).cuts
+    texts = ["".join(some) for some in product([*contents, "x", " the"], repeat=3)]
+    assert check(tokenizer, ["<|us<|user|>er|>x<|user|>xb[b]b]<a><ab>ababab", *texts], 1 << 20).cuts == cuts
 
 
 TOKENIZER = rust_tokenizer()

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.nodes import Const, Expr, Impossible, TemplateData
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 64 << 20
@@ -27,6 +27,10 @@ _MOST_WIDTH = 100_000
 """Of a padded text."""
 _WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\*|\d{6})|\{[^{}]*:[^{}]*(\{|\d{6})")
 """In a format: a width or precision of six digits or more, or one that is computed."""
+_SCOPES = ("_loop_vars", "_block_vars")
+"""What a call brings for functions that ask for their context, which macros do not."""
+_LOOP_NUMBERS = frozenset({"index", "index0", "first", "last", "length"})
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _FILTERS_WITH_WIDTHS = ("batch", "center", "indent", "round", "slice", "wordwrap")
 _METHODS_WITH_WIDTHS = ("center", "expandtabs", "ljust", "rjust", "zfill")
 
@@ -62,6 +66,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """A rendering begins, in this thread."""
         self._ranges.items = 0
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """An attribute, or else an item. What long conversations ask thousands of times goes a shorter way."""
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _LOOP_NUMBERS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operation unless its result is too large."""
         if operator == "**":
@@ -74,6 +86,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a function or method unless it pads a text beyond measure."""
+        if type(__obj) is Macro:  # the template's own: jinja's way takes as long as a short macro
+            for name in _SCOPES:
+                kwargs.pop(name, None)
+            return __obj(*args, **kwargs)
         if getattr(__obj, "__name__", "") in _METHODS_WITH_WIDTHS:
             _check_numbers((*args, *kwargs.values()))
         return super().call(__context, __obj, *args, **kwargs)
