@@ -89,7 +89,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if type(__obj) is Macro:  # the template's own: jinja's way takes as long as a short macro
             for name in _SCOPES:
                 kwargs.pop(name, None)
-            return __obj(*args, **kwargs)
+            return __obj(__context.eval_ctx, *args, **kwargs)
         if getattr(__obj, "__name__", "") in _METHODS_WITH_WIDTHS:
             _check_numbers((*args, *kwargs.values()))
         return super().call(__context, __obj, *args, **kwargs)
