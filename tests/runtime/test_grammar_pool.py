@@ -159,7 +159,7 @@ def test_nobody_waits_for_a_slow_token(pool: GrammarPool) -> None:
     _reach_the_slow_part(session)
     begin = time.monotonic()
     assert not session.wait(0) or session.error
-    assert time.monotonic() - begin < 0.05
+    assert time.monotonic() - begin < 0.5
     other.advance(TOKENIZER.encode("a")[0])
     assert other.wait(20) and other.mask.any()
     assert session.wait(20) and session.error
